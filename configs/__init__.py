@@ -1,0 +1,1 @@
+"""Run configurations: `base.py` holds every field; a model file changes only what differs."""

@@ -1,0 +1,133 @@
+"""Every field of a run, with its unit. A model file starts from `get_config` here and changes only what differs.
+
+Any field can be overridden on the command line: `--config.rollout.temperature=0.8`. Values derived from others (slots' pages, bins,
+micro-batches) are derived in `sparrow_jax.config`, never stored here.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The defaults of every field; unlocked, so that a model file can change values (never add keys)."""
+    c = ConfigDict()
+    c.seed = 0  # all randomness of the run is folded from this
+    c.steps = 100  # training steps; one step = one batch of prompts (or of worked solutions)
+    c.phase = 'rl'  # 'rl', or 'supervised': next-token training on worked solutions, to make a start checkpoint
+
+    c.model = ConfigDict()
+    c.model.path = ''  # folder with config.json + *.safetensors, or a .gguf file
+    c.model.random_weights = False  # start from random weights of `shape` (smoke forms, benches, from-scratch training)
+    c.model.compute_dtype = 'bfloat16'  # activations and KV cache: 'bfloat16' or 'float32'
+    c.model.param_dtype = 'float32'  # master weights of the learner
+    c.model.remat = True  # recompute each layer in the backward pass
+    # Used when random_weights; with `path` the checkpoint's own shape is read, and vocab_size = 0 here says "do not compare".
+    c.model.shape = ConfigDict()
+    c.model.shape.family = 'qwen3'  # 'qwen3' (RMS norm on each query and key head) or 'llama'
+    c.model.shape.vocab_size = 0
+    c.model.shape.d_model = 0
+    c.model.shape.layers = 0
+    c.model.shape.query_heads = 0
+    c.model.shape.kv_heads = 0
+    c.model.shape.head_dim = 0
+    c.model.shape.d_ff = 0
+    c.model.shape.rope_theta = 1e6
+    c.model.shape.norm_eps = 1e-6
+    c.model.shape.tie_embeddings = True
+    c.model.shape.max_positions = 40_960  # tokens; a longer prompt + response is refused at start
+
+    c.tokenizer = ConfigDict()
+    c.tokenizer.path = ''  # '' = model.path; a folder with tokenizer.json, or a .gguf file
+    c.tokenizer.chat_template = ''  # '' = the tokenizer's own; else the path of a .jinja file
+    c.tokenizer.system_prompt = ''  # '' = no system message
+    c.tokenizer.template_options = ConfigDict()  # keyword arguments of the chat template, e.g. enable_thinking=True
+    c.tokenizer.template_options.enable_thinking = True
+    c.tokenizer.end_tokens = ()  # further token strings that end a response, beside the checkpoint's own
+
+    c.data = ConfigDict()
+    c.data.source = 'reasoning_gym:chain_sum'  # 'reasoning_gym:<task>', or the path of a .jsonl or .parquet file
+    c.data.layout = 'auto'  # files: 'auto', 'polaris', 'dapo_math', 'gsm8k', 'aime', 'amc', 'math500', 'problem_answer'
+    c.data.options = ''  # JSON object: the reasoning-gym task's options
+    c.data.train_examples = 10_000  # problems generated or taken for training; 0 = all of a file
+    c.data.seed = 17  # of generated problems and of the shuffled order
+    c.data.eval_source = ''  # '' = held-out problems of `source`; else like `source`
+    c.data.eval_examples = 256  # held-out problems; none shares its text with a training problem
+    c.data.cache_dir = 'data_cache'  # where prepared data sets are written
+    c.data.instruction = 'Put the final answer in \\boxed{}.'  # appended to each problem; '' = nothing
+    c.data.answer_format = 'boxed'  # where the final answer stands: 'boxed' (last \boxed{...}) or 'tag' (<answer>...</answer>)
+
+    c.reward = ConfigDict()
+    c.reward.function = ''  # '' = the task's verifier; 'my_module:my_function' is called as f(problem, completion) -> float
+    c.reward.correct_threshold = 0.99  # a task's score below this counts as 0 (reasoning-gym gives partial credit for junk)
+    c.reward.format_bonus = 0.0  # added where the answer could be extracted, correct or not
+    c.reward.workers = 2  # verifier processes
+    c.reward.timeout_s = 10.0  # per answer; a time-out is counted as such and scores 0
+
+    c.rollout = ConfigDict()
+    c.rollout.prompts_per_step = 64
+    c.rollout.samples_per_prompt = 8
+    c.rollout.slots = 64  # sequences that decode together
+    c.rollout.max_prompt_tokens = 2048  # longer prompts are counted and skipped
+    c.rollout.max_response_tokens = 8192
+    c.rollout.page_tokens = 16  # tokens of one KV page; a power of two from 8 to 128
+    c.rollout.pool_pages = 0  # pages of the KV pool per data shard; 0 = enough for every slot at its longest
+    c.rollout.temperature = 1.0
+    c.rollout.segment_steps = 64  # decode steps of one jitted call
+    c.rollout.prefill_rows = 8  # prompts encoded by one prefill call
+
+    c.schedule = ConfigDict()
+    c.schedule.kind = 'fixed'  # 'dense', 'fixed', 'published' or 'file'
+    c.schedule.budget_pages = 64  # 'fixed': top-k pages at every length, reserved pages not counted
+    c.schedule.model = ''  # 'published': 'qwen3-1.7b', 'qwen3-4b' or 'qwen3-8b' (14B: as the paper, see its config)
+    c.schedule.target_p05 = 0.86  # 'published': which table
+    c.schedule.path = ''  # 'file': a schedule.json
+    c.schedule.reserved_first_pages = 1  # always read, on top of the budget
+    c.schedule.reserved_last_pages = 2
+    c.schedule.dense_layers = (0, 1)  # layers that read the whole cache
+
+    c.mismatch = ConfigDict()
+    c.mismatch.every_steps = 1  # measure alpha on every sampled token each n-th step; 0 = never
+    c.mismatch.bin_width_tokens = 2000  # cached tokens per length bin
+    c.mismatch.min_count = 200  # tokens a bin needs before its p05 is reported
+    c.mismatch.floor_every_steps = 20  # dense-against-dense floor each n-th step; 0 = never
+    c.mismatch.floor_sequences = 8  # sequences sampled densely for it
+
+    c.learner = ConfigDict()
+    c.learner.advantage = 'grpo'  # 'grpo', 'dr_grpo' or 'rloo'
+    c.learner.updates_per_step = 1  # optimizer updates made of one batch of rollouts
+    c.learner.rows_per_microbatch = 4  # rows of one forward/backward pass, over all data shards
+    c.learner.row_tokens = 0  # tokens of a row; 0 = longest prompt + response, rounded up to 128
+    c.learner.packing = 'auto'  # 'on': several sequences a row; 'off': one a row, in length buckets; 'auto': 'off' on GPU
+    c.learner.head_chunk_tokens = 1024  # tokens whose logits are held at once
+    c.learner.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    c.learner.clip_high = 0.28
+    c.learner.tis_cap = 3.0  # truncated importance weight exp(logp_dense - logp_actor); 0 = no correction
+    c.learner.kl_coef = 0.0  # KL to the frozen start policy; above 0 a copy of the start weights is kept
+
+    c.optimizer = ConfigDict()
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.warmup_steps = 10  # optimizer updates of linear warm-up
+    c.optimizer.decay_steps = 0  # updates of cosine decay to 0 after the warm-up; 0 = constant
+    c.optimizer.beta1 = 0.9
+    c.optimizer.beta2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.max_grad_norm = 1.0
+
+    c.evaluate = ConfigDict()
+    c.evaluate.every_steps = 20  # 0 = only before the first and after the last step; -1 = never
+    c.evaluate.samples = 1  # answers a problem
+    c.evaluate.temperature = 0.0  # 0 = greedy
+    c.evaluate.top_p = 1.0
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every_steps = 20
+    c.checkpoint.keep = 2  # newest checkpoints kept
+
+    c.parallel = ConfigDict()
+    c.parallel.data = -1  # mesh axis sizes; -1 = all devices that the other axes leave
+    c.parallel.fsdp = 1
+    c.parallel.tensor = 1
+
+    c.log = ConfigDict()
+    c.log.samples_per_step = 8  # answers a step written to samples.jsonl
+    return c

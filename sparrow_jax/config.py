@@ -1,0 +1,358 @@
+"""The frozen, validated form of a run's configuration.
+
+`configs/*.py` give an ml_collections ConfigDict (see `configs/base.py` for the meaning and unit of every field); `resolve` turns it into
+`RunConfig`, once, at the start of each command. No ConfigDict goes further than this file. Checks that need a checkpoint or a data file
+stand where those are read; everything that can be known from the fields alone is checked here, before any weight is read.
+"""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
+SCHEDULE_KINDS = ('dense', 'fixed', 'published', 'file')
+DTYPES = ('bfloat16', 'float32')
+LAYOUTS = ('auto', 'polaris', 'dapo_math', 'gsm8k', 'aime', 'amc', 'math500', 'problem_answer')
+
+
+class ConfigError(ValueError):
+    """A setting, file or folder that the user can mend; the commands print it as one sentence, without a traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeConfig:
+    family: str
+    vocab_size: int
+    d_model: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float
+    norm_eps: float
+    tie_embeddings: bool
+    max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    path: str
+    random_weights: bool
+    compute_dtype: str
+    param_dtype: str
+    remat: bool
+    shape: ShapeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    path: str
+    chat_template: str
+    system_prompt: str
+    template_options: Mapping[str, Any]
+    end_tokens: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    source: str
+    layout: str
+    options: str
+    train_examples: int
+    seed: int
+    eval_source: str
+    eval_examples: int
+    cache_dir: str
+    instruction: str
+    answer_format: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    function: str
+    correct_threshold: float
+    format_bonus: float
+    workers: int
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    prompts_per_step: int
+    samples_per_prompt: int
+    slots: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    page_tokens: int
+    pool_pages: int
+    temperature: float
+    segment_steps: int
+    prefill_rows: int
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """N: logical pages of the longest sequence."""
+        return -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    kind: str
+    budget_pages: int
+    model: str
+    target_p05: float
+    path: str
+    reserved_first_pages: int
+    reserved_last_pages: int
+    dense_layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchConfig:
+    every_steps: int
+    bin_width_tokens: int
+    min_count: int
+    floor_every_steps: int
+    floor_sequences: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    advantage: str
+    updates_per_step: int
+    rows_per_microbatch: int
+    row_tokens: int
+    packing: str
+    head_chunk_tokens: int
+    clip_low: float
+    clip_high: float
+    tis_cap: float
+    kl_coef: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float
+    warmup_steps: int
+    decay_steps: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    every_steps: int
+    samples: int
+    temperature: float
+    top_p: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    data: int
+    fsdp: int
+    tensor: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    samples_per_step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """All settings of one run."""
+
+    seed: int
+    steps: int
+    phase: str
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    schedule: ScheduleConfig
+    mismatch: MismatchConfig
+    learner: LearnerConfig
+    optimizer: OptimizerConfig
+    evaluate: EvaluateConfig
+    checkpoint: CheckpointConfig
+    parallel: ParallelConfig
+    log: LogConfig
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a learner row."""
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.learner.row_tokens or -(-longest // 128) * 128
+
+
+def resolve(config: Mapping[str, Any]) -> RunConfig:
+    """Turns a ConfigDict (or a plain nested mapping, as in a workdir's config.json) into a validated RunConfig.
+
+    Raises ConfigError that names the field, its value and what to set instead.
+    """
+    run = _build(RunConfig, config, '')
+    validate(run)
+    return run
+
+
+def to_json(run: RunConfig) -> str:
+    """The canonical text of a configuration, as `config.json` of a workdir holds it."""
+    return json.dumps(dataclasses.asdict(run), indent=2, sort_keys=True) + '\n'
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = '') -> list[str]:
+    """Lines 'field: old -> new' for every leaf in which two nested mappings differ."""
+    lines = []
+    for key in sorted(set(old) | set(new)):
+        name, a, b = f'{prefix}{key}', old.get(key, '(absent)'), new.get(key, '(absent)')
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differing_fields(a, b, f'{name}.')
+        elif a != b:
+            lines.append(f'{name}: {a!r} -> {b!r}')
+    return lines
+
+
+def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    unknown = sorted(set(values) - set(names))
+    if unknown:
+        raise ConfigError(f'{prefix}{unknown[0]}: no such field; configs/base.py lists them all')
+    built = {}
+    for name in names:
+        if name not in values:
+            raise ConfigError(f'{prefix}{name}: missing; start the config from configs/base.py')
+        built[name] = _convert(hints[name], values[name], f'{prefix}{name}')
+    return cls(**built)
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast(type, kind), value, f'{name}.')
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        if isinstance(value, str) or not hasattr(value, '__iter__'):
+            raise ConfigError(f'{name}={value!r}: must be a tuple')
+        return tuple(_convert(typing.get_args(kind)[0], v, name) for v in value)
+    if origin is not None:  # Mapping[str, Any]
+        return dict(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is int and isinstance(value, bool) or not isinstance(value, kind):
+        raise ConfigError(f'{name}={value!r}: must be of type {kind.__name__}')
+    return value
+
+
+def validate(run: RunConfig) -> None:
+    """Checks every field and combination that can be judged without files. Raises ConfigError."""
+    r, s, le, o, e = run.rollout, run.schedule, run.learner, run.optimizer, run.evaluate
+
+    def need(ok: bool, field: str, value: Any, what: str) -> None:
+        if not ok:
+            raise ConfigError(f'{field}={value!r}: {what}')
+
+    def one_of(field: str, value: Any, choices: tuple[str, ...]) -> None:
+        need(value in choices, field, value, f'must be one of {", ".join(choices)}')
+
+    one_of('phase', run.phase, ('rl', 'supervised'))
+    need(run.steps >= 0, 'steps', run.steps, 'must not be negative')
+    one_of('model.compute_dtype', run.model.compute_dtype, DTYPES)
+    one_of('model.param_dtype', run.model.param_dtype, DTYPES)
+    shape = run.model.shape
+    if run.model.random_weights:
+        need(not run.model.path, 'model.path', run.model.path, 'is set beside model.random_weights=True; keep one of them')
+        one_of('model.shape.family', shape.family, ('qwen3', 'llama'))
+        for field in ('vocab_size', 'd_model', 'layers', 'query_heads', 'kv_heads', 'head_dim', 'd_ff'):
+            value = getattr(shape, field)
+            need(value > 0, f'model.shape.{field}', value, 'must be positive for random weights')
+        need(
+            shape.query_heads % shape.kv_heads == 0,
+            'model.shape.query_heads',
+            shape.query_heads,
+            f'must be a multiple of model.shape.kv_heads={shape.kv_heads}',
+        )
+        need(shape.head_dim % 2 == 0, 'model.shape.head_dim', shape.head_dim, 'must be even (rotary embedding)')
+    else:
+        need(bool(run.model.path), 'model.path', '', 'set it to a checkpoint folder or .gguf file (or set model.random_weights=True)')
+
+    for field in ('prompts_per_step', 'samples_per_prompt', 'slots', 'max_prompt_tokens', 'max_response_tokens', 'segment_steps', 'prefill_rows'):
+        need(getattr(r, field) > 0, f'rollout.{field}', getattr(r, field), 'must be positive')
+    need(8 <= r.page_tokens <= 128 and r.page_tokens & (r.page_tokens - 1) == 0, 'rollout.page_tokens', r.page_tokens, 'must be a power of two from 8 to 128')
+    need(
+        r.pool_pages == 0 or r.pool_pages >= r.pages_per_sequence,
+        'rollout.pool_pages',
+        r.pool_pages,
+        f'cannot hold one longest sequence, which needs {r.pages_per_sequence} pages; use 0 for a pool that fits every slot',
+    )
+    need(r.temperature > 0, 'rollout.temperature', r.temperature, 'must be positive: training samples from the full softmax')
+
+    one_of('schedule.kind', s.kind, SCHEDULE_KINDS)
+    need(s.reserved_first_pages >= 1, 'schedule.reserved_first_pages', s.reserved_first_pages, 'must be at least 1: the first page holds the attention sink')
+    need(s.reserved_last_pages >= 1, 'schedule.reserved_last_pages', s.reserved_last_pages, 'must be at least 1: the page being written has no landmark yet')
+    need(all(i >= 0 for i in s.dense_layers), 'schedule.dense_layers', s.dense_layers, 'layer numbers start at 0')
+    if run.model.random_weights:
+        need(all(i < shape.layers for i in s.dense_layers), 'schedule.dense_layers', s.dense_layers, f'the model has {shape.layers} layers')
+    if s.kind == 'fixed':
+        need(s.budget_pages >= 1, 'schedule.budget_pages', s.budget_pages, 'must be at least 1')
+    if s.kind == 'file':
+        need(bool(s.path), 'schedule.path', '', "schedule.kind='file' needs the path of a schedule.json")
+
+    need(run.mismatch.every_steps >= 0, 'mismatch.every_steps', run.mismatch.every_steps, 'must not be negative')
+    need(run.mismatch.bin_width_tokens > 0, 'mismatch.bin_width_tokens', run.mismatch.bin_width_tokens, 'must be positive')
+    need(run.mismatch.floor_sequences > 0, 'mismatch.floor_sequences', run.mismatch.floor_sequences, 'must be positive')
+
+    one_of('learner.advantage', le.advantage, ALGORITHM_ADVANTAGES)
+    need(run.phase != 'rl' or r.samples_per_prompt > 1, 'rollout.samples_per_prompt', r.samples_per_prompt, f'{le.advantage} compares the samples of a prompt: set at least 2')
+    need(le.updates_per_step >= 1, 'learner.updates_per_step', le.updates_per_step, 'must be at least 1')
+    need(
+        r.prompts_per_step % le.updates_per_step == 0,
+        'learner.updates_per_step',
+        le.updates_per_step,
+        f'must divide rollout.prompts_per_step={r.prompts_per_step}, so that groups stay whole',
+    )
+    need(le.rows_per_microbatch >= 1, 'learner.rows_per_microbatch', le.rows_per_microbatch, 'must be at least 1')
+    one_of('learner.packing', le.packing, ('on', 'off', 'auto'))
+    longest = r.max_prompt_tokens + r.max_response_tokens
+    need(run.row_tokens >= longest, 'learner.row_tokens', le.row_tokens, f'must hold the longest prompt + response, {longest} tokens (0 sets it)')
+    need(0 <= le.clip_low < 1, 'learner.clip_low', le.clip_low, 'must be in [0, 1)')
+    need(le.clip_high >= 0, 'learner.clip_high', le.clip_high, 'must not be negative')
+    need(le.tis_cap >= 0, 'learner.tis_cap', le.tis_cap, 'must not be negative (0 = no correction)')
+    need(le.kl_coef >= 0, 'learner.kl_coef', le.kl_coef, 'must not be negative')
+    need(le.head_chunk_tokens >= 1, 'learner.head_chunk_tokens', le.head_chunk_tokens, 'must be at least 1')
+    need(o.learning_rate >= 0, 'optimizer.learning_rate', o.learning_rate, 'must not be negative')
+    need(o.max_grad_norm > 0, 'optimizer.max_grad_norm', o.max_grad_norm, 'must be positive')
+
+    need(bool(run.data.source), 'data.source', '', "set 'reasoning_gym:<task>' or the path of a .jsonl or .parquet file")
+    one_of('data.layout', run.data.layout, LAYOUTS)
+    one_of('data.answer_format', run.data.answer_format, ('boxed', 'tag'))
+    try:
+        options = json.loads(run.data.options or '{}')
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'data.options={run.data.options!r}: must be a JSON object ({error})') from error
+    need(isinstance(options, dict), 'data.options', run.data.options, 'must be a JSON object')
+    need(run.reward.workers >= 1, 'reward.workers', run.reward.workers, 'must be at least 1')
+    need(run.reward.timeout_s > 0, 'reward.timeout_s', run.reward.timeout_s, 'must be positive')
+    if run.reward.function:
+        need(':' in run.reward.function, 'reward.function', run.reward.function, "must be 'module:function'")
+    need(e.samples >= 1, 'evaluate.samples', e.samples, 'must be at least 1')
+    need(e.temperature >= 0, 'evaluate.temperature', e.temperature, 'must not be negative (0 = greedy)')
+    need(0 < e.top_p <= 1, 'evaluate.top_p', e.top_p, 'must be in (0, 1]')
+    need(run.checkpoint.keep >= 1, 'checkpoint.keep', run.checkpoint.keep, 'must be at least 1')
+    need(run.checkpoint.every_steps >= 1, 'checkpoint.every_steps', run.checkpoint.every_steps, 'must be at least 1')
+    for axis in ('data', 'fsdp', 'tensor'):
+        value = getattr(run.parallel, axis)
+        need(value == -1 or value >= 1, f'parallel.{axis}', value, 'must be positive, or -1 for all remaining devices')
