@@ -1,0 +1,39 @@
+"""Argument checks shared by the operations: a wrong shape, dtype or page size is an error before anything is launched."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+PAGE_TOKENS = (8, 16, 32, 64, 128)
+
+
+def check_shapes(op: str, arrays: Mapping[str, tuple[jax.Array, str]], **sizes: int) -> dict[str, int]:
+    """Binds the letters of each array's pattern to sizes and checks that all agree.
+
+    arrays: name -> (array, pattern), a pattern being letters and literal digits, e.g. 'KP2CA'.
+    sizes: letters fixed beforehand.
+    Returns the size of every letter. Raises ValueError naming the operation and the argument.
+    """
+    bound = dict(sizes)
+    for name, (array, pattern) in arrays.items():
+        if array.ndim != len(pattern):
+            raise ValueError(f'{op}: {name} must have {len(pattern)} dimensions [{", ".join(pattern)}], got shape {array.shape}')
+        for axis, letter in enumerate(pattern):
+            expected = int(letter) if letter.isdigit() else bound.setdefault(letter, array.shape[axis])
+            if array.shape[axis] != expected:
+                raise ValueError(f'{op}: {name} has shape {array.shape}; axis {axis} ({letter}) must be {expected}')
+    return bound
+
+
+def check_pages(op: str, page_tokens: int) -> None:
+    """Raises ValueError unless the page size is a power of two from 8 to 128."""
+    if page_tokens not in PAGE_TOKENS:
+        raise ValueError(f'{op}: pages hold {page_tokens} tokens; must be one of {PAGE_TOKENS}')
+
+
+def check_integers(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array is int32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f'{op}: {name} must be int32, got {array.dtype}')

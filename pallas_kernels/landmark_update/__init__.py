@@ -1,0 +1,54 @@
+"""Writes one decoded token of every sequence into its page, and the page's landmark when that token fills it."""
+
+import jax
+
+from pallas_kernels.checks import check_integers, check_pages, check_shapes
+from pallas_kernels.landmark_update import reference
+from pallas_kernels.landmark_update.reference import page_mean
+
+__all__ = ['landmark_update', 'page_mean']
+
+
+def landmark_update(
+    pages_KP2CA: jax.Array,
+    landmark_BKNA: jax.Array,
+    k_BKA: jax.Array,
+    v_BKA: jax.Array,
+    table_BN: jax.Array,
+    position_B: jax.Array,
+    write_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the key and value of one token per sequence at its position.
+
+    pages[k, table[b, p // C], :, p % C] = (k[b], v[b]) with p = position[b]; when p is the page's last token,
+    landmark[b, :, p // C] = mean of the page's stored keys in float32, token order, rounded once.
+
+    Args:
+        pages_KP2CA: the pool, any float dtype. Donate it: nothing but the tokens written changes.
+        landmark_BKNA: landmarks of the slots' logical pages.
+        k_BKA, v_BKA: the token's key (after RoPE and QK-norm) and value.
+        table_BN: int32 physical page of each logical page.
+        position_B: int32 position of the token, 0 <= position < N * C.
+        write_B: bool; sequences with False write nothing.
+
+    Returns:
+        The pool and the landmarks. No gradients are meant to flow.
+
+    Raises:
+        ValueError: shapes, dtypes or the page size do not fit each other.
+    """
+    sizes = check_shapes(
+        'landmark_update',
+        {
+            'pages_KP2CA': (pages_KP2CA, 'KP2CA'),
+            'landmark_BKNA': (landmark_BKNA, 'BKNA'),
+            'k_BKA': (k_BKA, 'BKA'),
+            'v_BKA': (v_BKA, 'BKA'),
+            'table_BN': (table_BN, 'BN'),
+            'position_B': (position_B, 'B'),
+            'write_B': (write_B, 'B'),
+        },
+    )
+    check_pages('landmark_update', sizes['C'])
+    check_integers('landmark_update', table_BN=table_BN, position_B=position_B)
+    return reference.landmark_update(pages_KP2CA, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B)

@@ -1,0 +1,27 @@
+"""Attention of one query token over chosen pages, in JAX: the definition."""
+
+import jax.numpy as jnp
+
+
+def sparse_decode(q_BHA, pages_KP2CA, table_BN, ids_BKM, count_B, length_B):
+    B, H, A = q_BHA.shape
+    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    M = ids_BKM.shape[-1]
+    physical_BKM = jnp.take_along_axis(table_BN[:, None], ids_BKM, axis=2, mode='clip')
+    used_BKM = jnp.arange(M) < count_B[:, None, None]
+    kv_BKM2CA = pages_KP2CA[jnp.arange(K)[:, None], jnp.where(used_BKM, physical_BKM, 0)]
+    position_BKMC = ids_BKM[..., None] * C + jnp.arange(C)
+    valid_BKMC = used_BKM[..., None] & (position_BKMC < length_B[:, None, None, None])
+
+    q_BKGA = q_BHA.reshape(B, K, H // K, A)
+    k_BKMCA, v_BKMCA = kv_BKM2CA[:, :, :, 0], kv_BKM2CA[:, :, :, 1]
+    score_BKGMC = jnp.einsum('bkga,bkmca->bkgmc', q_BKGA, k_BKMCA, preferred_element_type=jnp.float32) * A**-0.5
+    score_BKGMC = jnp.where(valid_BKMC[:, :, None], score_BKGMC, -jnp.inf)
+    top_BKG11 = score_BKGMC.max(axis=(-2, -1), keepdims=True)
+    weight_BKGMC = jnp.exp(score_BKGMC - jnp.where(jnp.isfinite(top_BKG11), top_BKG11, 0))
+    total_BKG1 = weight_BKGMC.sum(axis=(-2, -1))[..., None]
+    # Zero times NaN would leak what unused memory holds.
+    v_BKMCA = jnp.where(valid_BKMC[..., None], v_BKMCA, 0)
+    o_BKGA = jnp.einsum('bkgmc,bkmca->bkga', weight_BKGMC.astype(v_BKMCA.dtype), v_BKMCA, preferred_element_type=jnp.float32)
+    o_BKGA = o_BKGA / jnp.maximum(total_BKG1, 1e-30)
+    return o_BKGA.reshape(B, H, A).astype(q_BHA.dtype)

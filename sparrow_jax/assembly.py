@@ -1,0 +1,133 @@
+"""The parts of a run, made from its configuration: mesh, decoder, tokenizer, schedule, sampler.
+
+Every command starts here, so that a setting means the same in all of them, and so that what cannot work (missing weights, a vocabulary that does
+not fit, a schedule of another page size, too little memory) is said before anything large is read.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from sparrow_jax import memory
+from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
+from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.models.weights import load_params, read_shape
+from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.rollout.engine import Engine
+from sparrow_jax.sparsity.schedules import Schedule, load_schedule
+from sparrow_jax.tasks.prompts import PromptEncoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What all commands share.
+
+    Attributes:
+        run: the configuration.
+        mesh: of all devices.
+        shape: of the decoder.
+        encoder: prompts and answers, text to ids and back.
+        schedule: budgets of the sparse sampler.
+        learner_graph, sampler_graph: the decoder's structure with and without recomputation in the backward pass; both take the same weights.
+        memory_bytes: estimated bytes per device, by part.
+    """
+
+    run: RunConfig
+    mesh: Mesh
+    shape: DecoderShape
+    encoder: PromptEncoder
+    schedule: Schedule
+    learner_graph: nnx.GraphDef
+    sampler_graph: nnx.GraphDef
+    memory_bytes: dict[str, int]
+
+    def abstract_params(self) -> nnx.State:
+        """Shapes, dtypes and learner shardings of the weights; nothing is allocated."""
+        _, params = abstract_decoder(self.shape, **self._options())
+        place = lambda x, axes: jax.ShapeDtypeStruct(  # noqa: E731
+            x.shape, x.dtype, sharding=meshes.weight_sharding(self.mesh, axes, x.shape, meshes.LEARNER_RULES)
+        )
+        leaves = [
+            place(x, axes)
+            for x, axes in zip(
+                jax.tree.leaves(params),
+                jax.tree.leaves(logical_axes(params), is_leaf=lambda x: isinstance(x, tuple)),
+                strict=True,
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+    def start_params(self) -> nnx.State:
+        """The start weights: from `model.path`, or random ones drawn from the run's seed."""
+        abstract = self.abstract_params()
+        if not self.run.model.random_weights:
+            return load_params(self.run.model.path, abstract)
+        make = lambda: init_decoder(self.shape, self.run.seed, **self._options())[1]  # noqa: E731
+        return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
+
+    def engine(self) -> Engine:
+        return Engine(
+            self.sampler_graph,
+            self.shape,
+            self.mesh,
+            self.run.rollout,
+            self.schedule,
+            self.encoder.end_ids,
+            self.run.model.compute_dtype,
+        )
+
+    def _options(self) -> dict:
+        model = self.run.model
+        return {'param_dtype': jnp.dtype(model.param_dtype), 'compute_dtype': jnp.dtype(model.compute_dtype)}
+
+
+def assemble(run: RunConfig) -> Parts:
+    """Makes the parts; reads configuration files and tokenizer, no weights.
+
+    Raises:
+        ConfigError: the configuration, the files it names and this machine do not fit each other.
+    """
+    shape = model_shape(run)
+    longest = run.rollout.max_prompt_tokens + run.rollout.max_response_tokens
+    if longest > shape.max_positions:
+        raise ConfigError(
+            f'rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model knows {shape.max_positions} positions; '
+            f'set rollout.max_response_tokens to at most {shape.max_positions - run.rollout.max_prompt_tokens}'
+        )
+    schedule = load_schedule(run.schedule, run.rollout, shape.layers)
+    mesh = meshes.make_mesh(run.parallel)
+    encoder = PromptEncoder(run.tokenizer, run.data, run.model.path)
+    if len(encoder.tokenizer) > shape.vocab_size:
+        raise ConfigError(
+            f'the tokenizer has {len(encoder.tokenizer)} tokens, the model an embedding of {shape.vocab_size}: '
+            'tokenizer.path and model.path belong to different models'
+        )
+    parts = memory.check_fits(run, shape, mesh.shape)
+    dtypes = {'param_dtype': jnp.dtype(run.model.param_dtype), 'compute_dtype': jnp.dtype(run.model.compute_dtype)}
+    learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **dtypes)
+    sampler_graph, _ = abstract_decoder(shape, remat=False, **dtypes)
+    return Parts(run, mesh, shape, encoder, schedule, learner_graph, sampler_graph, parts)
+
+
+def model_shape(run: RunConfig) -> DecoderShape:
+    """The decoder's shape: the checkpoint's own, or the configured one for random weights.
+
+    Raises:
+        ConfigError: no checkpoint there, or `model.shape` is filled in and says otherwise.
+    """
+    configured = dataclasses.asdict(run.model.shape)
+    if run.model.random_weights:
+        return DecoderShape(**configured)
+    shape = read_shape(run.model.path)
+    if run.model.shape.vocab_size:
+        for field, value in configured.items():
+            if value != getattr(shape, field):
+                raise ConfigError(
+                    f'model.shape.{field}={value!r}: the checkpoint {run.model.path} has {getattr(shape, field)!r} '
+                    '(model.shape.vocab_size=0 takes the shape from the checkpoint)'
+                )
+    return shape

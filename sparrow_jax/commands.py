@@ -1,0 +1,295 @@
+"""The shared entry of every `python -m sparrow_jax.<command>`.
+
+Reads `--config=configs/x.py[:argument]`, overrides `--config.section.field=value` and `--workdir`, gives the command
+a validated `RunConfig`, and turns what the user can mend into one sentence on standard error. Nothing is written
+here.
+
+Exit codes: what the command returns (None is 0); 2 for a mistake in flags, settings, files or folders
+    (`ConfigError`); 130 after Ctrl-C.
+Other exceptions keep their traceback: they are faults of the code.
+"""
+
+import difflib
+import importlib.util
+import inspect
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+import absl.logging
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from sparrow_jax.config import ConfigError, RunConfig, resolve
+
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+
+def run(
+    main: Callable[..., int | None],
+    *,
+    workdir_required: bool = True,
+    config_required: bool = True,
+    define_flags: Callable[[flags.FlagValues], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Parses the command line, calls `main` and exits the process.
+
+    Args:
+        main: called as `main(run, workdir, **more)`; `workdir` is '' where it is not required and not given. With
+            `config_required=False` (commands that read a work directory) it is called as `main(workdir, **more)`.
+        workdir_required, config_required: whether the command works without the flag.
+        define_flags: defines further flags on the given `FlagValues` (`flags.DEFINE_string('prompt', None, 'help', flag_values=values)`);
+            `main` gets them as keyword arguments. A flag whose default is None must be given.
+        argv: command line, `sys.argv` by default.
+    """
+    quiet_logging()
+    with_default = list(sys.argv if argv is None else argv)
+    try:
+        if {'--help', '-h', '-help'} & set(with_default[1:]):
+            print(_help(main, workdir_required, config_required, define_flags))
+            sys.exit(0)
+        values, config = _parse(with_default, config_required, define_flags)
+        more = {name: values[name].value for name in values if name not in ('workdir', 'config') and '.' not in name}
+        for name, value in more.items():
+            if value is None:
+                raise ConfigError(f'--{name}: missing; {values[name].help}')
+        if workdir_required and not values.workdir:
+            raise ConfigError('--workdir: missing; give the folder of the run, e.g. --workdir=runs/first')
+        arguments = (resolve(config), values.workdir) if config_required else (values.workdir,)
+        code = main(*arguments, **more)
+    except ConfigError as error:
+        sys.stdout.flush()
+        print(f'error: {error}', file=sys.stderr, flush=True)
+        sys.exit(EXIT_MISTAKE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(code or 0)
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
+    """The ConfigDict of a config file.
+
+    Args:
+        path: 'configs/x.py', or 'configs/x.py:argument' for the argument of its `get_config`.
+        overrides: command-line flags '--config.section.field=value'.
+    Raises:
+        ConfigError: no such file, function, argument or field, or a value of the wrong type.
+    """
+    config = _call_get_config(path)
+    config.lock()
+    _check_override_names(config, overrides)
+    values = flags.FlagValues()
+    argv = ['command', *overrides]
+    try:
+        config_flags.DEFINE_config_dict('config', config, flag_values=values, sys_argv=argv)
+        values(argv)
+    except flags.IllegalFlagValueError as error:
+        raise ConfigError(_wrong_type(config, str(error))) from error
+    except flags.Error as error:
+        raise ConfigError(str(error)) from error
+    return config
+
+
+def quiet_logging() -> None:
+    """Leaves to the libraries' loggers only what a user should act on, and keeps every library off the network."""
+    for name, value in {
+        'TF_CPP_MIN_LOG_LEVEL': '2',
+        'GRPC_VERBOSITY': 'ERROR',
+        'TOKENIZERS_PARALLELISM': 'false',  # its threads and the verifiers' processes warn about each other
+        'TRANSFORMERS_VERBOSITY': 'error',
+        'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1',  # that torch is absent
+        'HF_HUB_OFFLINE': '1',
+        'HF_HUB_DISABLE_PROGRESS_BARS': '1',
+    }.items():
+        os.environ.setdefault(name, value)
+    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax and tensorflow-datasets report each file
+    absl.logging.use_absl_handler()
+    for logger in ('jax', 'orbax', 'tensorflow_datasets'):
+        logging.getLogger(logger).setLevel(logging.WARNING)
+
+
+class StopRequest:
+    """Lets a loop end at a step's boundary, where its state is whole, when the process is told to stop.
+
+    A context manager. The first Ctrl-C or SIGTERM (a cloud machine taken back) sets `made` and calls `on_first`; the
+    second Ctrl-C raises KeyboardInterrupt at once. The earlier handlers come back at the end.
+
+        with StopRequest(lambda: console.message('Stopping after this step; Ctrl-C again to stop at once.')) as stop:
+            while step < run.steps and not stop.made: ...
+        if stop.made: save, console.interrupted(step), raise KeyboardInterrupt
+    """
+
+    def __init__(self, on_first: Callable[[], None] = lambda: None):
+        self.made = False
+        self._on_first = on_first
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked worker inherits the handler, but has nothing to save
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.made:
+            signal.default_int_handler(number, frame)
+        self.made = True
+        self._on_first()
+
+
+def _parse(
+    argv: Sequence[str], config_required: bool, define_flags: Callable[[flags.FlagValues], None] | None
+) -> tuple[flags.FlagValues, ConfigDict]:
+    """The flags' values, and the configuration (empty where the command takes none)."""
+    rest, overrides, paths = [argv[0]], [], []
+    arguments = iter(argv[1:])
+    for argument in arguments:
+        plain = '--' + argument.lstrip('-') if argument.startswith('-') else argument
+        if plain == '--config':
+            paths.append(next(arguments, ''))
+        elif plain.startswith('--config='):
+            paths.append(plain.removeprefix('--config='))
+        elif plain.startswith(('--config.', '--noconfig.')):
+            overrides.append(plain)
+            if '=' not in plain and plain.startswith('--config.'):
+                following = next(arguments, None)
+                if following is None:
+                    raise ConfigError(f'{plain}: give a value, {plain}=...')
+                overrides[-1] = f'{plain}={following}'
+        else:
+            rest.append(argument)
+    values = _flag_values(define_flags)
+    try:
+        left = values(rest)[1:]
+    except flags.Error as error:
+        raise ConfigError(f'{str(error).rstrip()} (--help lists the flags)') from error
+    if left:
+        raise ConfigError(f'{left[0]!r} is not a flag; write --name=value')
+    if not config_required:
+        if paths or overrides:
+            raise ConfigError('--config: this command reads the configuration of --workdir; leave the flag out')
+        return values, ConfigDict()
+    if not paths or not paths[-1]:
+        raise ConfigError(
+            f'--config: missing; give a config file, e.g. --config=configs/tiny.py{_config_files(Path("configs"))}'
+        )
+    return values, load_config(paths[-1], overrides)
+
+
+def _flag_values(define_flags: Callable[[flags.FlagValues], None] | None) -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', '', 'folder of the run: its settings, metrics, checkpoints', flag_values=values)
+    if define_flags is not None:
+        define_flags(values)
+    return values
+
+
+def _call_get_config(path: str) -> ConfigDict:
+    name, _, argument = path.partition(':')
+    file = Path(name)
+    if not file.is_file():
+        kind = 'is a folder' if file.is_dir() else 'no such file'
+        raise ConfigError(f'--config={path}: {kind}{_config_files(file if file.is_dir() else file.parent)}')
+    spec = importlib.util.spec_from_file_location('run_config', file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f'--config={path}: must be a Python file (.py) with a function get_config')
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f'--config={path}: line {error.lineno} is not Python ({error.msg})') from error
+    except ImportError as error:
+        raise ConfigError(
+            f'--config={path}: cannot be imported ({error}); start the command in the repository'
+        ) from error
+    get_config = getattr(module, 'get_config', None)
+    if get_config is None:
+        raise ConfigError(f'--config={path}: has no function get_config')
+    if argument and not inspect.signature(get_config).parameters:
+        raise ConfigError(f'--config={path}: its get_config takes no argument; leave out :{argument}')
+    try:
+        config = get_config(argument) if argument else get_config()
+    except ValueError as error:  # ConfigError too: a config's own word on its argument
+        raise ConfigError(f'--config={path}: {error}') from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f'--config={path}: get_config returned {type(config).__name__}, not a ConfigDict')
+    return config
+
+
+def _check_override_names(config: ConfigDict, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        name = override.split('=')[0].removeprefix('--').removeprefix('no').removeprefix('config.')
+        here: Any = config
+        for i, part in enumerate(name.split('.')):
+            if not isinstance(here, ConfigDict) or part not in here:
+                raise ConfigError(
+                    f'--config.{name}: no such field{_did_you_mean(config, name)}; configs/base.py lists them all'
+                )
+            here = here[part]
+            if i == name.count('.') and isinstance(here, ConfigDict):
+                raise ConfigError(f'--config.{name}: is a section; set one of its fields: {", ".join(here)}')
+
+
+def _did_you_mean(config: ConfigDict, name: str) -> str:
+    fields = list(_fields(config))
+    same_end = [field for field in fields if field.split('.')[-1] == name.split('.')[-1]]
+    near = same_end or difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
+    return f', did you mean {" or ".join(f"--config.{field}" for field in near)}?' if near else ''
+
+
+def _fields(config: ConfigDict, prefix: str = '') -> list[str]:
+    names = []
+    for key, value in config.items():
+        names += _fields(value, f'{prefix}{key}.') if isinstance(value, ConfigDict) else [f'{prefix}{key}']
+    return names
+
+
+def _wrong_type(config: ConfigDict, message: str) -> str:
+    """From absl's 'flag --config.steps=abc: reason' to a sentence about the field."""
+    flag = message.removeprefix('flag ').split(': ')[0]
+    here: Any = config
+    for part in flag.split('=')[0].removeprefix('--config.').split('.'):
+        here = here[part]
+    return f'{flag}: must be of type {type(here).__name__}, like {here!r}'
+
+
+def _config_files(folder: Path) -> str:
+    files = sorted(
+        file.name for file in folder.glob('*.py') if not file.name.startswith('_') and file.name != 'base.py'
+    )
+    return f' ({folder}/ has {", ".join(files)})' if files else ''
+
+
+def _help(
+    main: Callable[..., int | None],
+    workdir_required: bool,
+    config_required: bool,
+    define_flags: Callable[[flags.FlagValues], None] | None,
+) -> str:
+    module = sys.modules[main.__module__]
+    lines = [(module.__doc__ or '').strip(), '', 'Flags:']
+    if config_required:
+        lines.append('  --config=FILE.py[:ARG]           configuration of the run')
+        lines.append('  --config.section.field=value     overrides one field; configs/base.py lists them all')
+    values = _flag_values(define_flags)
+    for name in sorted(values, key=lambda name: name != 'workdir'):
+        flag = values[name]
+        optional = not workdir_required if name == 'workdir' else flag.default is not None
+        default = f' (default {flag.default!r})' if optional and flag.default not in ('', None) else ''
+        lines.append(f'  {f"--{name}=...":<31}  {flag.help}{default}{"" if optional else " (required)"}')
+    return '\n'.join(lines)

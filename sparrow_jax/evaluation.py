@@ -1,0 +1,97 @@
+"""Accuracy on held-out problems: sampling, verifying and counting, for training's checks and for the evaluate command."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sparrow_jax.assembly import Parts
+from sparrow_jax.measures import length_metrics, pass_at_k, read_metrics
+from sparrow_jax.rollout.engine import Engine, Progress, Request, Response, Sampling
+from sparrow_jax.tasks.problems import Problem
+from sparrow_jax.tasks.verifiers import Score, Verifier
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Answers to held-out problems: responses and scores are ordered problem by problem, `samples` each."""
+
+    problems: list[Problem]
+    samples: int
+    prompt_tokens: list[int]
+    responses: list[Response]
+    completions: list[str]
+    scores: list[Score]
+    skipped_overlong: int
+
+    def metrics(self, parts: Parts, prefix: str, sparse: bool) -> dict[str, float]:
+        """Means with their standard error over problems (samples of one problem hang together)."""
+        correct = np.asarray([s.correct for s in self.scores]).reshape(-1, self.samples)
+        by_problem = correct.mean(axis=1)
+        lengths = length_metrics(self.prompt_tokens, self.responses)
+        metrics = {
+            f'{prefix}/accuracy': float(by_problem.mean()),
+            f'{prefix}/accuracy_stderr': float(by_problem.std(ddof=1) / len(by_problem) ** 0.5) if len(by_problem) > 1 else 0.0,
+            f'{prefix}/format_valid': float(np.mean([s.format_valid for s in self.scores])),
+            f'{prefix}/response_length/mean': lengths['response_length/mean'],
+            f'{prefix}/response_length/clip_ratio': lengths['response_length/clip_ratio'],
+            f'{prefix}/problems': float(len(self.problems)),
+            f'{prefix}/skipped_overlong': float(self.skipped_overlong),
+            f'{prefix}/timed_out': float(sum(s.timed_out for s in self.scores)),
+        }
+        k = 1
+        while k <= self.samples and self.samples > 1:
+            metrics[f'{prefix}/pass@{k}'] = float(np.mean([pass_at_k(int(c.sum()), self.samples, k) for c in correct]))
+            k *= 2
+        if sparse:
+            reads = read_metrics(parts.schedule, parts.shape.layers, self.prompt_tokens, self.responses)
+            metrics[f'{prefix}/kv_read_fraction'] = reads['sparse/kv_read_fraction']
+        return metrics
+
+
+def evaluate(
+    parts: Parts,
+    engine: Engine,
+    weights: nnx.State,
+    verifier: Verifier,
+    problems: Sequence[Problem],
+    *,
+    sampling: Sampling,
+    samples: int,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Evaluation:
+    """Samples `samples` answers to every problem and scores them. Overlong prompts are counted and skipped.
+
+    The random keys come from the run's seed alone, so two policies meet the same draws.
+    """
+    rollout = parts.run.rollout
+    kept, encoded = [], []
+    for problem in problems:
+        ids = parts.encoder.encode(problem)
+        if len(ids) <= rollout.max_prompt_tokens:
+            kept.append(problem)
+            encoded.append(ids)
+    if not kept:
+        return Evaluation([], samples, [], [], [], [], len(problems))
+    requests = [
+        Request(ids, i, sample, rollout.max_response_tokens) for i, ids in enumerate(encoded) for sample in range(samples)
+    ]
+    key = jax.random.fold_in(jax.random.key(parts.run.seed), EVALUATION_STREAM)
+    responses = engine.generate(weights, requests, run_key=key, step=0, sampling=sampling, on_progress=on_progress)
+    completions = [parts.encoder.decode(response.tokens) for response in responses]
+    repeated = [problem for problem in kept for _ in range(samples)]
+    scores = verifier.score(repeated, completions)
+    return Evaluation(
+        problems=kept,
+        samples=samples,
+        prompt_tokens=[len(r.prompt_ids) for r in requests],
+        responses=responses,
+        completions=completions,
+        scores=scores,
+        skipped_overlong=len(problems) - len(kept),
+    )
+
+
+EVALUATION_STREAM = 1_000_003  # keeps evaluation's random keys apart from training's

@@ -1,0 +1,48 @@
+"""Ctrl-C and termination: at once while a step can be thrown away, later while state is being written."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Self
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into KeyboardInterrupt, held back inside `deferred`. A context manager, for the main thread.
+
+    A second signal while the first is held back is raised at once: the person means it. State is then half changed, and `forced` says so.
+    """
+
+    def __init__(self) -> None:
+        self.forced = False
+        self._held = False
+        self._pending = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Signals that arrive inside are raised at its end."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._held and not self._pending:
+            self._pending = True
+            return
+        self.forced = self._held
+        raise KeyboardInterrupt

@@ -1,0 +1,92 @@
+"""Numbers of a step, from what the rollout, the verifiers and the learner returned. Pure functions; names as in the metrics files."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparrow_jax.learner.learner import Scores
+from sparrow_jax.learner.rows import Rows
+from sparrow_jax.rollout.engine import Response
+from sparrow_jax.sparsity.cost import kv_read_fraction
+from sparrow_jax.sparsity.mismatch import TailSummary, lower_quantile, summarize
+from sparrow_jax.sparsity.schedules import Schedule
+from sparrow_jax.tasks.verifiers import Score
+
+
+def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    rewards = np.asarray([s.reward for s in scores])
+    return {
+        'critic/score/mean': float(rewards.mean()),
+        'critic/score/max': float(rewards.max()),
+        'critic/score/min': float(rewards.min()),
+        'reward/correct': float(np.mean([s.correct for s in scores])),
+        'reward/format_valid': float(np.mean([s.format_valid for s in scores])),
+        'reward/timed_out': float(sum(s.timed_out for s in scores)),
+    }
+
+
+def length_metrics(prompt_tokens: Sequence[int], responses: Sequence[Response]) -> dict[str, float]:
+    lengths = np.asarray([len(r.tokens) for r in responses])
+    return {
+        'prompt_length/mean': float(np.mean(prompt_tokens)),
+        'response_length/mean': float(lengths.mean()),
+        'response_length/max': float(lengths.max()),
+        'response_length/min': float(lengths.min()),
+        'response_length/clip_ratio': float(np.mean([r.finish_reason == 'length' for r in responses])),
+    }
+
+
+def read_metrics(
+    schedule: Schedule, layers: int, prompt_tokens: Sequence[int], responses: Sequence[Response]
+) -> dict[str, float]:
+    """How much of the cache the sampler read. prompt_tokens: of each response. The first token is prefill's and left out."""
+    lengths = [n + np.arange(1, len(r.tokens)) for n, r in zip(prompt_tokens, responses, strict=True)]
+    read = np.concatenate([r.pages_read[1:] for r in responses])
+    reserved = schedule.reserved_pages
+    return {
+        'sparse/kv_read_fraction': kv_read_fraction(schedule, layers, np.concatenate(lengths), read),
+        'sparse/pages_read/mean': float(read.mean()) if read.size else float('nan'),
+        'sparse/budget_pages/mean': float(np.maximum(read - reserved, 0).mean()) if read.size else float('nan'),
+    }
+
+
+def mismatch_metrics(
+    scored: Sequence[tuple[Rows, Scores]], bin_width_tokens: int, min_count: int
+) -> tuple[dict[str, float], TailSummary]:
+    """Exact and top-20 alpha of the sampled tokens, all together and by cached length; the first token of each response is left out."""
+    alpha, top20, lengths = [], [], []
+    for rows, scores in scored:
+        keep = (np.asarray(rows.mask_BT) > 0) & ~np.asarray(rows.first_BT)
+        alpha.append(np.asarray(scores.alpha_BT)[keep])
+        top20.append(np.asarray(scores.alpha_top20_BT)[keep])
+        lengths.append(np.asarray(rows.position_BT)[keep] + 1)
+    tail = summarize(np.concatenate(alpha), np.concatenate(lengths), bin_width_tokens, min_count)
+    metrics = {
+        'sparse/alpha_p05': tail.p05,
+        'sparse/alpha_p05_top20': lower_quantile(np.concatenate(top20)),
+        'sparse/alpha_mean': tail.mean,
+        'sparse/bins_below_min_count': float(tail.bins_too_small),
+    }
+    for (low, high), value in tail.bins.items():
+        metrics[f'sparse/alpha_p05/bin_{low}_{high}'] = value
+    return metrics, tail
+
+
+def entropy_metric(scored: Sequence[tuple[Rows, Scores]]) -> dict[str, float]:
+    """Mean entropy, in nats, of the dense policy over response tokens."""
+    total = count = 0.0
+    for rows, scores in scored:
+        keep = np.asarray(rows.mask_BT) > 0
+        total += float(np.asarray(scores.entropy_BT, np.float64)[keep].sum())
+        count += float(keep.sum())
+    return {'actor/entropy': total / max(count, 1.0)}
+
+
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """Unbiased chance that at least one of k answers is correct, given `correct` of `samples` (arXiv 2107.03374, eq. 1).
+
+    1 - C(n - c, k) / C(n, k).
+    """
+    if samples - correct < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(samples - correct + 1, samples + 1)))

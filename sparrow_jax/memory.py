@@ -1,0 +1,185 @@
+"""Does a run fit? An estimate of the bytes that each device will hold, against what the device has.
+
+Made from the configuration, the decoder's shape and the mesh, before any weight is read, so that a run that cannot
+fit ends in its first second with the parts that are too large, instead of an allocation failure at the first long
+sequence. The estimate counts what grows with the configuration; XLA's own scratch is covered by `HEADROOM`.
+"""
+
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.models.shape import DecoderShape
+
+HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and what is not counted
+# Fitted to XLA's own count for gradients of 2 to 6 layers of width 512, 4 rows of 1,024 tokens, on the CPU (float32:
+# within 15%). Below 16-bit activations stand float32 intermediates; an attention weight is kept as score, weight,
+# cast and mask.
+_BYTES_AN_ACTIVATION = {4: 6, 2: 4}
+_BYTES_AN_ATTENTION_WEIGHT = 16
+_KIB_SUFFIXES = ('KiB', 'MiB', 'GiB', 'TiB')
+
+
+def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int], platform: str) -> dict[str, int]:
+    """Bytes per device of the parts of a run.
+
+    Args:
+        run: its configuration.
+        shape: of the decoder.
+        mesh_sizes: 'data', 'fsdp' and 'tensor' to the number of devices along the axis, none of them -1.
+        platform: 'cpu', 'gpu' or 'tpu'. On a GPU in bfloat16 the learner's attention is cuDNN's, which keeps no
+            attention weights; the CPU compiler undoes rematerialization, so `model.remat` saves nothing there.
+    Returns:
+        Part to bytes. Parts named 'rollout: ...' exist only while sampling, parts named 'learner: ...' only during an
+        update, the others always. See `peak_bytes`.
+    """
+    r, le = run.rollout, run.learner
+    fsdp, tensor = mesh_sizes['fsdp'], mesh_sizes['tensor']
+    shards = mesh_sizes['data'] * fsdp  # slots and rows are split over both
+    compute, master = jnp.dtype(run.model.compute_dtype).itemsize, jnp.dtype(run.model.param_dtype).itemsize
+    D, F, V, L, A = shape.d_model, shape.d_ff, shape.vocab_size, shape.layers, shape.head_dim
+    H = _cut(shape.query_heads, tensor)
+    K = _cut(shape.kv_heads, tensor)  # KV heads that do not split are whole on every tensor shard
+
+    cut_weights = -(-shape.parameter_count() // (fsdp * tensor))
+    whole_weights = -(-shape.parameter_count() // tensor)
+    parts = {
+        'parameters': cut_weights * master,
+        'optimizer': 2 * cut_weights * master,
+        'sampler weights': whole_weights * compute,
+    }
+    if le.kl_coef > 0:
+        parts['start policy'] = cut_weights * master
+
+    slots = -(-r.slots // shards)
+    N, C = r.pages_per_sequence, r.page_tokens
+    pool_pages = r.pool_pages or slots * N
+    parts['rollout: KV pool'] = L * K * pool_pages * 2 * C * A * compute
+    parts['rollout: landmarks'] = L * slots * K * N * A * compute
+    if run.mismatch.every_steps > 0:
+        parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
+    parts['rollout: logits'] = 3 * slots * V * 4
+
+    rows = -(-le.rows_per_microbatch // shards)
+    T = run.row_tokens
+    tokens = rows * T
+    # What the backward pass needs of one layer: norm outputs, q, k, v, attention output, gate, up and their product,
+    # the residuals.
+    per_token = 4 * D + (2 * H + 2 * K) * A + 3 * _cut(F, tensor)
+    layer = tokens * per_token * _BYTES_AN_ACTIVATION[compute]
+    if platform != 'gpu' or compute != 2:
+        layer += rows * H * (T * T // 2) * _BYTES_AN_ATTENTION_WEIGHT
+    remat = run.model.remat and platform != 'cpu'
+    gathered = whole_weights * compute // max(L, 1)  # a layer's weights are gathered from the fsdp shards while it runs
+    parts['learner: gradients'] = 2 * cut_weights * master  # the sum over micro-batches and the newest one
+    if compute != master:
+        parts['learner: cast weights'] = cut_weights * compute
+    parts['learner: kept activations'] = L * (tokens * D * compute if remat else layer)
+    parts['learner: one layer'] = (2 * layer if remat else layer // 2) + gathered
+    parts['learner: logits'] = 3 * min(le.head_chunk_tokens, tokens) * _cut(V, tensor) * 4
+    return parts
+
+
+def peak_bytes(parts: Mapping[str, int]) -> int:
+    """What a device holds at most: the lasting parts and the larger of the two phases, since the pool is freed before
+    an update.""" phase = {name: 0 for name in ('', 'rollout', 'learner')} for name, size in parts.items():
+        phase[name.split(': ')[0] if ': ' in name else ''] += size
+    return phase[''] + max(phase['rollout'], phase['learner'])
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Memory that a device can give this process; None where it does not say.
+
+    On a CPU it is the host's free memory, or what its container or ulimit allows, shared by the process's devices.
+    """
+    if device.platform != 'cpu':
+        statistics = device.memory_stats() or {}
+        return statistics.get('bytes_limit')
+    free = host_available_bytes()
+    return None if free is None else free // jax.local_device_count('cpu')
+
+
+def host_available_bytes(root: Path = Path('/')) -> int | None:
+    """The host memory that this process can still take: the smallest of free memory, cgroup limit and ulimit; None if
+    unknown.""" limits = [] meminfo = root / 'proc/meminfo' if meminfo.exists():
+        fields = dict(line.split(':', 1) for line in meminfo.read_text().splitlines() if ':' in line)
+        if 'MemAvailable' in fields:
+            limits.append(int(fields['MemAvailable'].split()[0]) * 1024)
+    for limit, used in (
+        ('memory.max', 'memory.current'),
+        ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes'),
+    ):
+        limit_file, used_file = root / 'sys/fs/cgroup' / limit, root / 'sys/fs/cgroup' / used
+        if limit_file.exists() and used_file.exists() and limit_file.read_text().strip() != 'max':
+            limits.append(max(int(limit_file.read_text()) - int(used_file.read_text()), 0))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft)
+    return min(limits) if limits else None
+
+
+def check_fits(
+    run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int], device: jax.Device | None = None
+) -> dict[str, int]:
+    """Raises ConfigError with a table of the parts where the run needs more than a device has.
+
+    Args:
+        run, shape, mesh_sizes: as in `estimate`.
+        device: one of the run's; the first local one by default. One that does not tell its memory is taken to suffice.
+    Returns:
+        The parts, for the start block.
+    """
+    device = device or jax.local_devices()[0]
+    parts = estimate(run, shape, mesh_sizes, device.platform)
+    available, needed = available_bytes(device), peak_bytes(parts)
+    if available is not None and needed > (1 - HEADROOM) * available:
+        raise ConfigError(
+            f'this run needs about {show_bytes(needed)} on each device, but only {show_bytes(available)} are available '
+            f'({HEADROOM:.0%} of them left to the compiler):\n{table(parts)}\n{_advice(parts)}'
+        )
+    return parts
+
+
+def table(parts: Mapping[str, int]) -> str:
+    """The parts as aligned lines, as they stand in an error."""
+    width = max(len(name) for name in parts)
+    return '\n'.join(f'  {name.ljust(width)}  {show_bytes(size):>10}' for name, size in parts.items())
+
+
+def show_bytes(size: float) -> str:
+    """1536 as '1.5 KiB'."""
+    if size < 1024:
+        return f'{size:.0f} B'
+    for suffix in _KIB_SUFFIXES:
+        size /= 1024
+        if size < 1024 or suffix == _KIB_SUFFIXES[-1]:
+            break
+    return f'{size:,.1f} {suffix}'
+
+
+def _cut(size: int, tensor: int) -> int:
+    return size // tensor if size % tensor == 0 else size
+
+
+def _advice(parts: Mapping[str, int]) -> str:
+    """What to set, for the largest part."""
+    lasting = {name: size for name, size in parts.items() if ': ' not in name}
+    rollout = {name: size for name, size in parts.items() if name.startswith('rollout')}
+    learner = {name: size for name, size in parts.items() if name.startswith('learner')}
+    heavier = rollout if sum(rollout.values()) > sum(learner.values()) else learner
+    largest = max({**lasting, **heavier}.items(), key=lambda item: item[1])[0]
+    if largest.startswith('rollout: hidden'):
+        return 'Set rollout.slots lower, or mismatch.every_steps=0.'
+    if largest.startswith('rollout'):
+        return 'Set rollout.slots or rollout.pool_pages lower, or parallel.tensor higher.'
+    if largest == 'learner: logits':
+        return 'Set learner.head_chunk_tokens lower.'
+    if largest in ('learner: kept activations', 'learner: one layer'):
+        return 'Set learner.rows_per_microbatch or the lengths in rollout lower, or model.remat=True.'
+    if largest == 'sampler weights':
+        return 'Set parallel.tensor higher: the sampler holds whole weights on every fsdp shard.'
+    return 'Set parallel.fsdp or parallel.tensor higher (more devices), or take a smaller model.'

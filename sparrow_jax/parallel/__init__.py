@@ -1,0 +1,1 @@
+"""The device mesh and the one table that maps logical axis names to it."""

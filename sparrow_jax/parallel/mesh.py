@@ -1,0 +1,59 @@
+"""The mesh of a run and where arrays lie on it.
+
+Axes: `data` (rows and slots), `fsdp` (rows and slots too; the learner's weights are cut along it), `tensor` (heads, feed-forward, vocabulary).
+XLA inserts the collectives; nothing here moves data by hand.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparrow_jax.config import ConfigError, ParallelConfig
+
+AXES = ('data', 'fsdp', 'tensor')
+BATCH_AXES = ('data', 'fsdp')  # axes over which rows and slots are split
+LEARNER_RULES = {'vocab': 'tensor', 'embed': 'fsdp', 'heads': 'tensor', 'kv_heads': 'tensor', 'ffn': 'tensor'}
+SAMPLER_RULES = {**LEARNER_RULES, 'embed': None}  # the sampler's weights are whole on every fsdp shard
+
+
+def make_mesh(config: ParallelConfig) -> Mesh:
+    """A mesh over all devices. Raises ConfigError when the axis sizes do not multiply to their number."""
+    devices = jax.devices()
+    sizes = [config.data, config.fsdp, config.tensor]
+    if sizes.count(-1) > 1:
+        raise ConfigError('parallel: only one axis can be -1 (all remaining devices)')
+    known = int(np.prod([s for s in sizes if s != -1]))
+    if -1 in sizes and len(devices) % known == 0:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if int(np.prod(sizes)) != len(devices):
+        axes = ', '.join(f'parallel.{axis}={size}' for axis, size in zip(AXES, sizes, strict=True))
+        raise ConfigError(f'{axes}: must multiply to the {len(devices)} devices here')
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Over how many shards rows and slots are split."""
+    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Leading axis split over data and fsdp, the rest whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def weight_sharding(mesh: Mesh, axes: tuple[str, ...], sizes: tuple[int, ...], rules: dict[str, Any]) -> NamedSharding:
+    """The sharding of one weight by its logical axis names.
+
+    An axis that its mesh axis does not divide stays whole: KV heads are replicated where there are more tensor shards than heads.
+    """
+    spec = []
+    for name, size in zip(axes, sizes, strict=True):
+        mesh_axis = rules.get(name)
+        spec.append(mesh_axis if mesh_axis and size % mesh.shape[mesh_axis] == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))

@@ -1,0 +1,70 @@
+"""The paged KV cache and the state of the slots, as pytrees that the jitted functions donate and return.
+
+Layout per layer: one pool `pages_KP2CA` (keys and values of a page side by side) and `landmark_BKNA`, the mean key of each filled page per slot in
+logical order, so that scoring reads contiguous memory. One page table serves all layers.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sparrow_jax.models.shape import DecoderShape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Cache:
+    """Keys and values of all slots. Lists hold one array a layer: a stacked array would be copied before each kernel."""
+
+    pages: list[jax.Array]  # [K, P, 2, C, A]
+    landmarks: list[jax.Array]  # [B, K, N, A]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Slots:
+    """What each slot is doing; arrays over slots B. T is the longest response, D is 0 when hidden states are not kept."""
+
+    table_BN: jax.Array  # int32 physical pages
+    length_B: jax.Array  # int32 cached tokens
+    token_B: jax.Array  # int32 newest token, not cached yet
+    count_B: jax.Array  # int32 response tokens so far, the newest included
+    limit_B: jax.Array  # int32 most response tokens
+    active_B: jax.Array  # bool
+    stopped_B: jax.Array  # bool: ended by an end token
+    key_B2: jax.Array  # uint32 key data of the sample
+    tokens_BT: jax.Array  # int32 response
+    logp_BT: jax.Array  # float32 actor log-prob of each response token, at the sampling temperature
+    pages_read_BT: jax.Array  # int32 pages that a sparse layer read when the token was drawn; 0 for the first token, which prefill draws
+    hidden_BTD: jax.Array  # final hidden state that each response token was drawn from
+
+
+def make_cache(shape: DecoderShape, *, slots: int, pool_pages: int, pages_per_sequence: int, page_tokens: int, dtype) -> Cache:
+    """An empty cache. Free memory is zero here, but nothing relies on it."""
+    K, A = shape.kv_heads, shape.head_dim
+    layers = range(shape.layers)
+    return Cache(
+        pages=[jnp.zeros((K, pool_pages, 2, page_tokens, A), dtype) for _ in layers],
+        landmarks=[jnp.zeros((slots, K, pages_per_sequence, A), dtype) for _ in layers],
+    )
+
+
+def make_slots(*, slots: int, pages_per_sequence: int, max_response_tokens: int, hidden_size: int, dtype) -> Slots:
+    """All slots idle. hidden_size: D, or 0 to keep no hidden states."""
+    integers = jnp.zeros(slots, jnp.int32)
+    B, T = slots, max_response_tokens
+    return Slots(
+        table_BN=jnp.zeros((B, pages_per_sequence), jnp.int32),
+        length_B=integers,
+        token_B=integers,
+        count_B=integers,
+        limit_B=integers,
+        active_B=jnp.zeros(B, bool),
+        stopped_B=jnp.zeros(B, bool),
+        key_B2=jnp.zeros((B, 2), jnp.uint32),
+        tokens_BT=jnp.zeros((B, T), jnp.int32),
+        logp_BT=jnp.zeros((B, T), jnp.float32),
+        pages_read_BT=jnp.zeros((B, T), jnp.int32),
+        hidden_BTD=jnp.zeros((B, T, hidden_size), dtype),
+    )

@@ -1,0 +1,402 @@
+"""The engine: any number of prompts through a fixed number of slots.
+
+Requests come from the training loop, evaluation or `generate`. Loop: give waiting requests free slots and pages, encode them (prefill), run one
+jitted decode segment over all slots, take out what has finished. Responses go back in the order of the requests.
+
+A request is admitted when a shard has a free slot and pages for its prompt and its longest response, so a sequence never runs out of pages
+half-way. Each data shard has its own slots and its own pool.
+"""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparrow_jax.config import ConfigError, RolloutConfig
+from sparrow_jax.models.attention import best_implementation
+from sparrow_jax.models.decoder import logical_axes
+from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
+from sparrow_jax.rollout.decode import Prompts, SamplerStatics, SamplingValues, decode_segment, prefill
+from sparrow_jax.rollout.sampling import sample_keys
+from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
+
+SHARDED = PartitionSpec(meshes.BATCH_AXES)
+WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One response to sample: prompt ids, the prompt's and the sample's number (they fix the random keys), most response tokens."""
+
+    prompt_ids: Sequence[int]
+    prompt: int
+    sample: int
+    limit_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One sampled response of T tokens, the end token included.
+
+    Attributes:
+        tokens: int32 [T].
+        logp: float32 [T], actor log-prob of each token at the sampling temperature.
+        pages_read: int32 [T], pages that a sparse layer read when the token was drawn; 0 for the first, which the dense prefill draws.
+        hidden: [T, D] final hidden state each token was drawn from, or None.
+        finish_reason: 'stop' (an end token, also as the last token that fits) or 'length'.
+    """
+
+    tokens: np.ndarray
+    logp: np.ndarray
+    pages_read: np.ndarray
+    hidden: np.ndarray | None
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    finished: int
+    total: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to sample: `sparse` follows the schedule, else every layer reads every page; temperature 0 is greedy; top_p below 1 for evaluation."""
+
+    temperature: float
+    top_p: float = 1.0
+    sparse: bool = True
+    keep_hidden: bool = False
+
+
+class Engine:
+    """Samples responses with one set of compiled functions.
+
+    Args:
+        graphdef, shape: the decoder.
+        mesh: of the run.
+        rollout: sizes of slots, pages and lengths.
+        schedule: budgets of the sparse sampler.
+        end_ids: tokens that end a response.
+        compute_dtype: dtype of cache and activations.
+
+    Raises:
+        ConfigError: slots that do not split over the data shards.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        shape: DecoderShape,
+        mesh: Mesh,
+        rollout: RolloutConfig,
+        schedule: Schedule,
+        end_ids: Sequence[int],
+        compute_dtype: str,
+    ):
+        self.shards = meshes.batch_shards(mesh)
+        if rollout.slots % self.shards:
+            raise ConfigError(f'rollout.slots={rollout.slots}: must be a multiple of the {self.shards} data shards')
+        self.graphdef, self.shape, self.mesh, self.rollout, self.schedule = graphdef, shape, mesh, rollout, schedule
+        self.dtype = jnp.dtype(compute_dtype)
+        self.slots_per_shard = rollout.slots // self.shards
+        self.pages_per_sequence = rollout.pages_per_sequence
+        self.pool_pages = rollout.pool_pages or self.slots_per_shard * self.pages_per_sequence
+        self.rows_per_shard = -(-rollout.prefill_rows // self.shards)
+        self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
+        self._statics = SamplerStatics(
+            page_tokens=rollout.page_tokens,
+            max_pages=schedule.most_pages(self.pages_per_sequence),
+            reserved_first=schedule.reserved_first,
+            reserved_last=schedule.reserved_last,
+            bin_width_tokens=schedule.bin_width_tokens,
+            dense_layers=frozenset(range(shape.layers) if schedule.kind == 'dense' else schedule.dense_layers),
+            end_ids=tuple(end_ids),
+            prefill_attention=best_implementation(compute_dtype),
+            truncate=False,
+        )
+        self._functions: dict[tuple, Callable] = {}
+        self._keys = jax.jit(sample_keys)
+
+    def weights(self, params: nnx.State) -> nnx.State:
+        """The sampler's copy of the policy: matrices in the compute dtype, norm scales in float32, whole on every fsdp shard."""
+        if 'weights' not in self._functions:
+            shardings = jax.tree.map(
+                lambda array, axes: meshes.weight_sharding(self.mesh, axes, array.shape, meshes.SAMPLER_RULES),
+                nnx.to_pure_dict(params),
+                nnx.to_pure_dict(logical_axes(params)),
+            )
+            graph = jax.tree.structure(params)
+            flat = graph.unflatten(jax.tree.leaves(shardings))
+            cast = lambda x: x.astype(self.dtype) if x.ndim > 1 else x  # noqa: E731
+            self._functions['weights'] = jax.jit(lambda p: jax.tree.map(cast, p), out_shardings=flat)
+        return self._functions['weights'](params)
+
+    def warm_up(
+        self, weights: nnx.State, samplings: Sequence[Sampling], on_compile: Callable[[str], None] | None = None
+    ) -> None:
+        """Compiles everything that `generate` will need for these ways of sampling."""
+        for sampling in samplings:
+            if on_compile:
+                on_compile(f'{"sparse" if sampling.sparse else "dense"} sampler')
+            cache, slots = self._fresh(sampling.keep_hidden)()
+            values = self._values(sampling)
+            for length in self.prefill_lengths:
+                prompts = self._prompt_arrays([[] for _ in range(self.shards)], length)
+                cache, slots = self._prefill(sampling)(weights, cache, slots, prompts, values)
+            cache, slots = self._segment(sampling)(weights, cache, slots, values)
+            if sampling.keep_hidden:
+                self._row(slots.hidden_BTD, 0)
+            jax.block_until_ready(slots.active_B)
+        self._request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
+
+    def generate(
+        self,
+        weights: nnx.State,
+        requests: Sequence[Request],
+        *,
+        run_key: jax.Array,
+        step: int,
+        sampling: Sampling,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_tokens: Callable[[int, np.ndarray], None] | None = None,
+    ) -> list[Response]:
+        """Samples a response for every request.
+
+        Args:
+            weights: from `weights`.
+            requests: any number, in any order; a response depends only on its own request (beyond rounding of the batch's arithmetic).
+            run_key: typed key; step: the run's step. Folded into each sample's key.
+            sampling: how.
+            on_progress: called after every segment.
+            on_tokens: called after every segment with (request index, new tokens); for streaming.
+
+        Raises:
+            ConfigError: a request that no pool of this size could ever hold.
+        """
+        self._check(requests)
+        values = self._values(sampling)
+        run_prefill, run_segment = self._prefill(sampling), self._segment(sampling)
+        cache, slots = self._fresh(sampling.keep_hidden)()
+        keys = self._request_keys(requests, run_key, step)
+        waiting = deque(range(len(requests)))
+        pool = _Pool(self.shards, self.slots_per_shard, self.pool_pages)
+        responses: dict[int, Response] = {}
+        streamed: dict[int, int] = {}
+        tokens_done = 0
+        while waiting or pool.running:
+            for rows in self._admissions(waiting, requests, keys, pool):
+                longest = max(len(row.request.prompt_ids) for shard in rows for row in shard)
+                length = next(n for n in self.prefill_lengths if n >= longest)
+                cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(rows, length), values)
+            cache, slots = run_segment(weights, cache, slots, values)
+            active_B, count_B = np.asarray(slots.active_B), np.asarray(slots.count_B)
+            finished = [slot for slot in pool.running if not active_B[slot]]
+            if finished or on_tokens:
+                tokens_BT = np.asarray(slots.tokens_BT)
+            if on_tokens:
+                for slot, row in pool.running.items():
+                    on_tokens(row.index, tokens_BT[slot, streamed.get(row.index, 0) : count_B[slot]])
+                    streamed[row.index] = int(count_B[slot])
+            if finished:
+                logp_BT, pages_BT = np.asarray(slots.logp_BT), np.asarray(slots.pages_read_BT)
+                stopped_B = np.asarray(slots.stopped_B)
+            for slot in finished:
+                row, n = pool.release(slot), int(count_B[slot])
+                hidden = np.asarray(self._row(slots.hidden_BTD, slot))[:n] if sampling.keep_hidden else None
+                reason = 'stop' if stopped_B[slot] else 'length'
+                responses[row.index] = Response(
+                    tokens_BT[slot, :n].copy(), logp_BT[slot, :n].copy(), pages_BT[slot, :n].copy(), hidden, reason
+                )
+                tokens_done += n
+            if on_progress:
+                running = sum(int(count_B[slot]) for slot in pool.running)
+                on_progress(Progress(len(responses), len(requests), tokens_done + running))
+        return [responses[i] for i in range(len(requests))]
+
+    # ------------------------------------------------------------------ compiled functions
+
+    def _variant(self, sampling: Sampling) -> SamplerStatics:
+        statics = dataclasses.replace(self._statics, truncate=sampling.top_p < 1)
+        if not sampling.sparse:
+            statics = dataclasses.replace(statics, dense_layers=frozenset(range(self.shape.layers)))
+        return statics
+
+    def _fresh(self, keep_hidden: bool) -> Callable[[], tuple[Cache, Slots]]:
+        def make() -> tuple[Cache, Slots]:
+            cache = make_cache(
+                self.shape,
+                slots=self.rollout.slots,
+                pool_pages=self.pool_pages * self.shards,
+                pages_per_sequence=self.pages_per_sequence,
+                page_tokens=self.rollout.page_tokens,
+                dtype=self.dtype,
+            )
+            slots = make_slots(
+                slots=self.rollout.slots,
+                pages_per_sequence=self.pages_per_sequence,
+                max_response_tokens=self.rollout.max_response_tokens,
+                hidden_size=self.shape.d_model if keep_hidden else 0,
+                dtype=self.dtype,
+            )
+            return cache, slots
+
+        to_sharding = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
+        out = (Cache(to_sharding(_POOL), to_sharding(SHARDED)), to_sharding(SHARDED))  # type: ignore[arg-type]
+        return self._compiled(('fresh', keep_hidden), lambda: jax.jit(make, out_shardings=out))
+
+    def _prefill(self, sampling: Sampling) -> Callable:
+        # Prefill is dense whatever the sampler: the sparse sampler's function serves both.
+        statics = dataclasses.replace(self._variant(sampling), dense_layers=self._statics.dense_layers)
+        build = lambda: self._sharded(functools.partial(prefill, self.graphdef, statics), (SHARDED, WHOLE))  # noqa: E731
+        return self._compiled(('prefill', statics), build)
+
+    def _segment(self, sampling: Sampling) -> Callable:
+        statics, steps = self._variant(sampling), self.rollout.segment_steps
+        build = lambda: self._sharded(  # noqa: E731
+            functools.partial(decode_segment, self.graphdef, statics, steps), (WHOLE,)
+        )
+        return self._compiled(('segment', statics), build)
+
+    def _sharded(self, function: Callable, more_specs: tuple) -> Callable:
+        cache_spec = Cache(_POOL, SHARDED)  # type: ignore[arg-type]
+        manual = set(meshes.BATCH_AXES if self.mesh.shape['tensor'] > 1 else meshes.AXES)
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(WHOLE, cache_spec, SHARDED, *more_specs),
+            out_specs=(cache_spec, SHARDED),
+            axis_names=manual,
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=(1, 2))
+
+    def _compiled(self, key: tuple, build: Callable[[], Callable]) -> Callable:
+        if key not in self._functions:
+            self._functions[key] = build()
+        return self._functions[key]
+
+    def _row(self, hidden_BTD: jax.Array, slot: int) -> jax.Array:
+        build = lambda: jax.jit(lambda array, i: jax.lax.dynamic_index_in_dim(array, i, keepdims=False))  # noqa: E731
+        return self._compiled(('row',), build)(hidden_BTD, slot)
+
+    # ------------------------------------------------------------------ host side of the loop
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            prompt, limit = len(request.prompt_ids), request.limit_tokens
+            if not 1 <= prompt <= self.rollout.max_prompt_tokens:
+                raise ConfigError(f'a prompt of {prompt} tokens: rollout.max_prompt_tokens={self.rollout.max_prompt_tokens}')
+            if not 1 <= limit <= self.rollout.max_response_tokens:
+                raise ConfigError(f'a response of {limit} tokens: rollout.max_response_tokens={self.rollout.max_response_tokens}')
+
+    def _values(self, sampling: Sampling) -> SamplingValues:
+        budgets = self.schedule.budgets() if sampling.sparse else jnp.full(len(self.schedule.budget_pages), EVERY_PAGE, jnp.int32)
+        return SamplingValues(budgets, jnp.float32(sampling.temperature), jnp.float32(sampling.top_p))
+
+    def _request_keys(self, requests: Sequence[Request], run_key: jax.Array, step: int) -> np.ndarray:
+        # In blocks of a fixed shape, so that the number of requests compiles nothing.
+        numbers = np.asarray([(r.prompt, r.sample) for r in requests], np.int32).reshape(-1, 2)
+        padded = np.zeros((-(-len(numbers) // KEY_BLOCK) * KEY_BLOCK, 2), np.int32)
+        padded[: len(numbers)] = numbers
+        blocks = [
+            np.asarray(self._keys(run_key, step, block[:, 0], block[:, 1])) for block in padded.reshape(-1, KEY_BLOCK, 2)
+        ]
+        return np.concatenate(blocks)[: len(numbers)] if blocks else np.zeros((0, 2), np.uint32)
+
+    def _admissions(self, waiting: deque[int], requests: Sequence[Request], keys: np.ndarray, pool: '_Pool'):
+        """Yields batches of admitted rows, one list a shard, in the order of the requests, until the next request has to wait."""
+        while waiting:
+            rows: list[list[_Row]] = [[] for _ in range(self.shards)]
+            while waiting:
+                request = requests[waiting[0]]
+                pages = -(-(len(request.prompt_ids) + request.limit_tokens) // self.rollout.page_tokens)
+                open_shards = [shard for shard in range(self.shards) if len(rows[shard]) < self.rows_per_shard]
+                row = pool.admit(waiting[0], request, keys[waiting[0]], pages, open_shards)
+                if row is None:
+                    break
+                waiting.popleft()
+                rows[row.slot // self.slots_per_shard].append(row)
+            if not any(rows):
+                return
+            yield rows
+
+    def _prompt_arrays(self, rows: 'list[list[_Row]]', length: int) -> Prompts:
+        R, N = self.rows_per_shard * self.shards, self.pages_per_sequence
+        prompts = Prompts(
+            tokens_RT=np.zeros((R, length), np.int32),
+            length_R=np.ones(R, np.int32),
+            slot_R=np.full(R, self.slots_per_shard, np.int32),
+            table_RN=np.zeros((R, N), np.int32),
+            limit_R=np.ones(R, np.int32),
+            key_R2=np.zeros((R, 2), np.uint32),
+        )
+        for shard, shard_rows in enumerate(rows):
+            for i, row in enumerate(shard_rows, start=shard * self.rows_per_shard):
+                ids = row.request.prompt_ids
+                prompts.tokens_RT[i, : len(ids)] = ids
+                prompts.length_R[i] = len(ids)
+                prompts.slot_R[i] = row.slot % self.slots_per_shard
+                prompts.table_RN[i, : len(row.pages)] = row.pages
+                prompts.limit_R[i] = row.request.limit_tokens
+                prompts.key_R2[i] = row.key
+        return jax.device_put(prompts, NamedSharding(self.mesh, SHARDED))
+
+
+KEY_BLOCK = 64  # sample keys made by one call
+_POOL = PartitionSpec(None, meshes.BATCH_AXES)  # pages are split over shards along P
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    index: int
+    request: Request
+    key: np.ndarray
+    slot: int
+    pages: list[int]
+
+
+class _Pool:
+    """Free slots and pages of every shard, on the host."""
+
+    def __init__(self, shards: int, slots: int, pages: int):
+        self.slots_per_shard = slots
+        self.free_slots = [list(range(shard * slots, (shard + 1) * slots))[::-1] for shard in range(shards)]
+        self.free_pages = [list(range(pages))[::-1] for _ in range(shards)]
+        self.running: dict[int, _Row] = {}
+
+    def admit(self, index: int, request: Request, key: np.ndarray, pages: int, shards: list[int]) -> _Row | None:
+        """Gives the request a slot and pages on the emptiest of these shards, or None where none has room."""
+        fitting = [s for s in shards if self.free_slots[s] and len(self.free_pages[s]) >= pages]
+        if not fitting:
+            return None
+        shard = max(fitting, key=lambda s: (len(self.free_slots[s]), -s))
+        taken = [self.free_pages[shard].pop() for _ in range(pages)]
+        row = _Row(index, request, key, self.free_slots[shard].pop(), taken)
+        self.running[row.slot] = row
+        return row
+
+    def release(self, slot: int) -> _Row:
+        row = self.running.pop(slot)
+        shard = slot // self.slots_per_shard
+        self.free_slots[shard].append(slot)
+        self.free_pages[shard].extend(reversed(row.pages))
+        return row
+
+
+def _prefill_lengths(longest: int, page_tokens: int) -> tuple[int, ...]:
+    """The few lengths, in tokens, that prompts are padded to: the longest prompt and its halves down to 128."""
+    lengths = {-(-longest // page_tokens) * page_tokens}
+    while longest > 256:
+        longest //= 2
+        lengths.add(-(-longest // page_tokens) * page_tokens)
+    return tuple(sorted(lengths))

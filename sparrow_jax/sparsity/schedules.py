@@ -1,0 +1,152 @@
+"""Sparsity schedules: how many pages a sequence may read at its length.
+
+A schedule comes from the config (`load_schedule`), is checked there against the cache and the model, and goes to the sampler as a small array:
+budgets are values, so changing them compiles nothing.
+"""
+
+import dataclasses
+import importlib.resources
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
+
+EVERY_PAGE = 1 << 20  # a budget that no sequence reaches
+FILE_FIELDS = ('page_tokens', 'bin_width_tokens', 'reserved_first_pages', 'reserved_last_pages', 'dense_layers', 'budget_pages')
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Pages read on top of the reserved ones, by bins of cached length.
+
+    Attributes:
+        kind: where it comes from, as in the config.
+        page_tokens: C, the page size that the budgets count in.
+        bin_width_tokens: cached tokens of one bin.
+        reserved_first, reserved_last: pages that are always read, outside the budget.
+        dense_layers: layers that read every page.
+        budget_pages: budget of each bin; the last one holds for every longer length.
+    """
+
+    kind: str
+    page_tokens: int
+    bin_width_tokens: int
+    reserved_first: int
+    reserved_last: int
+    dense_layers: tuple[int, ...]
+    budget_pages: tuple[int, ...]
+
+    @property
+    def reserved_pages(self) -> int:
+        return self.reserved_first + self.reserved_last
+
+    def most_pages(self, pages_per_sequence: int) -> int:
+        """M: the most pages that one sequence of at most `pages_per_sequence` pages reads in a sparse layer."""
+        bins = -(-pages_per_sequence * self.page_tokens // self.bin_width_tokens)
+        return min(pages_per_sequence, max(self.budget_pages[: max(bins, 1)]) + self.reserved_pages)
+
+    def budgets(self) -> jax.Array:
+        """The budgets as int32 [bins], the form in which the sampler takes them."""
+        return jnp.asarray(np.asarray(self.budget_pages, np.int32))
+
+
+def budget_for_length(budget_bins: jax.Array, length_B: jax.Array, bin_width_tokens: int) -> jax.Array:
+    """budget_B = budget_bins[min(length // bin_width, bins - 1)]; int32 in, int32 out."""
+    return budget_bins[jnp.minimum(length_B // bin_width_tokens, budget_bins.shape[0] - 1)]
+
+
+def load_schedule(config: ScheduleConfig, rollout: RolloutConfig, layers: int) -> Schedule:
+    """The schedule that a run asks for, checked against its cache and model.
+
+    Raises:
+        ConfigError: an unknown table, a missing or malformed file, another page size than the cache's, a dense layer that the model lacks.
+    """
+    if config.kind == 'published':
+        raw, name = _published(config), f'the published schedule {config.model} at {config.target_p05}'
+    elif config.kind == 'file':
+        raw, name = _from_file(Path(config.path)), f'schedule.path={config.path}'
+    else:
+        budget = EVERY_PAGE if config.kind == 'dense' else config.budget_pages
+        raw = {
+            'page_tokens': rollout.page_tokens,
+            'bin_width_tokens': rollout.max_prompt_tokens + rollout.max_response_tokens,
+            'reserved_first_pages': config.reserved_first_pages,
+            'reserved_last_pages': config.reserved_last_pages,
+            'dense_layers': config.dense_layers,
+            'budget_pages': [budget],
+        }
+        name = f'schedule.kind={config.kind!r}'
+    schedule = _checked(config.kind, raw, name)
+    if schedule.page_tokens != rollout.page_tokens:
+        raise ConfigError(f'rollout.page_tokens={rollout.page_tokens}: {name} counts in pages of {schedule.page_tokens} tokens; set it to {schedule.page_tokens}')
+    beyond = [i for i in schedule.dense_layers if i >= layers]
+    if beyond:
+        raise ConfigError(f'schedule.dense_layers={schedule.dense_layers}: the model has {layers} layers, there is no layer {beyond[0]}')
+    return schedule
+
+
+def _published(config: ScheduleConfig) -> dict[str, Any]:
+    text = importlib.resources.files('sparrow_jax.sparsity').joinpath('published_schedules.json').read_text()
+    data = json.loads(text)
+    rows = data['schedules']
+    models = sorted({row['model'] for row in rows})
+    if config.model not in models:
+        raise ConfigError(f'schedule.model={config.model!r}: published schedules exist for {", ".join(models)}')
+    targets = {row['target_p05']: row for row in rows if row['model'] == config.model}
+    if config.target_p05 not in targets:
+        raise ConfigError(f'schedule.target_p05={config.target_p05}: {config.model} has {", ".join(map(str, sorted(targets)))}')
+    return {
+        'page_tokens': data['page_size_tokens'],
+        'bin_width_tokens': data['bin_width_tokens'],
+        'reserved_first_pages': data['reserved_first_pages'],
+        'reserved_last_pages': data['reserved_last_pages'],
+        'dense_layers': data['dense_layers'],
+        'budget_pages': targets[config.target_p05]['budget_pages'],
+    }
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f'schedule.path={path}: no such file')
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'schedule.path={path}: not JSON (line {error.lineno}: {error.msg})') from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f'schedule.path={path}: must hold one JSON object')
+    return raw
+
+
+def _checked(kind: str, raw: Mapping[str, Any], name: str) -> Schedule:
+    for field in FILE_FIELDS:
+        if field not in raw:
+            raise ConfigError(f'{name}: field {field} is missing; a schedule holds {", ".join(FILE_FIELDS)}')
+
+    def integer(field: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f'{name}: {field}={value!r} must be an integer of at least {least}')
+        return value
+
+    def integers(field: str, least: int) -> tuple[int, ...]:
+        if not isinstance(raw[field], list | tuple):
+            raise ConfigError(f'{name}: {field}={raw[field]!r} must be a list of integers')
+        return tuple(integer(field, value, least) for value in raw[field])
+
+    schedule = Schedule(
+        kind=kind,
+        page_tokens=integer('page_tokens', raw['page_tokens'], 8),
+        bin_width_tokens=integer('bin_width_tokens', raw['bin_width_tokens'], 1),
+        reserved_first=integer('reserved_first_pages', raw['reserved_first_pages'], 1),
+        reserved_last=integer('reserved_last_pages', raw['reserved_last_pages'], 1),
+        dense_layers=integers('dense_layers', 0),
+        budget_pages=integers('budget_pages', 0),
+    )
+    if not schedule.budget_pages:
+        raise ConfigError(f'{name}: budget_pages is empty')
+    return schedule

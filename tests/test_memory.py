@@ -1,0 +1,174 @@
+"""The estimate follows the layout of the arrays, agrees with the compiler, and refuses what does not fit with a table."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from configs import base
+from sparrow_jax import memory
+from sparrow_jax.config import ConfigError, RunConfig, resolve
+from sparrow_jax.models.attention import causal_attend
+from sparrow_jax.models.decoder import abstract_decoder
+from sparrow_jax.models.shape import DecoderShape
+
+SHAPE = DecoderShape(
+    family='qwen3',
+    vocab_size=1000,
+    d_model=64,
+    layers=3,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=128,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    max_positions=1024,
+)
+ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
+
+
+def make_run(**changes) -> RunConfig:
+    config = base.get_config()
+    config.model.path = 'somewhere'
+    config.rollout.slots, config.rollout.page_tokens = 8, 16
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 64, 192
+    config.learner.rows_per_microbatch, config.learner.head_chunk_tokens = 4, 128
+    config.update_from_flattened_dict(changes)
+    return resolve(config)
+
+
+class Device:
+    """Stands for an accelerator of a given size."""
+
+    def __init__(self, size, platform='gpu'):
+        self.platform, self._size = platform, size
+
+    def memory_stats(self):
+        return {'bytes_limit': self._size} if self._size else None
+
+
+def test_arrays_are_counted_by_their_layout():
+    parts = memory.estimate(make_run(), SHAPE, ONE, 'gpu')
+    count = SHAPE.parameter_count()
+    assert parts['parameters'] == 4 * count
+    assert parts['optimizer'] == 8 * count
+    assert parts['sampler weights'] == 2 * count
+    # pages [K, P, 2, C, A] of 3 layers in bfloat16, 16 pages for each of 8 slots; landmarks [S, K, N, A]
+    assert parts['rollout: KV pool'] == 3 * 2 * (8 * 16) * 2 * 16 * 16 * 2
+    assert parts['rollout: landmarks'] == 3 * 8 * 2 * 16 * 16 * 2
+    assert parts['rollout: hidden states'] == 8 * 192 * 64 * 2
+    assert parts['learner: logits'] == 3 * 128 * 1000 * 4
+    # with rematerialization one [tokens, D] a layer is kept, of 4 rows of 256 tokens
+    assert parts['learner: kept activations'] == 3 * 4 * 256 * 64 * 2
+
+
+def test_the_mesh_divides_what_it_shards():
+    run = make_run()
+    one = memory.estimate(run, SHAPE, ONE, 'gpu')
+    fsdp = memory.estimate(run, SHAPE, {'data': 1, 'fsdp': 4, 'tensor': 1}, 'gpu')
+    assert fsdp['parameters'] * 4 == one['parameters']
+    assert fsdp['sampler weights'] == one['sampler weights']
+    assert fsdp['rollout: KV pool'] * 4 == one['rollout: KV pool']
+    tensor = memory.estimate(run, SHAPE, {'data': 1, 'fsdp': 1, 'tensor': 2}, 'gpu')
+    assert tensor['sampler weights'] * 2 == one['sampler weights']
+    assert tensor['rollout: KV pool'] * 2 == one['rollout: KV pool']
+    # 2 KV heads do not split over 4 shards: whole on each
+    assert (
+        memory.estimate(run, SHAPE, {'data': 1, 'fsdp': 1, 'tensor': 4}, 'gpu')['rollout: KV pool']
+        == one['rollout: KV pool']
+    )
+
+
+def test_options_that_cost_memory_show():
+    plain = memory.estimate(make_run(), SHAPE, ONE, 'gpu')
+    assert 'start policy' not in plain
+    assert memory.estimate(make_run(**{'learner.kl_coef': 0.1}), SHAPE, ONE, 'gpu')['start policy'] > 0
+    assert 'rollout: hidden states' not in memory.estimate(make_run(**{'mismatch.every_steps': 0}), SHAPE, ONE, 'gpu')
+    small_pool = memory.estimate(make_run(**{'rollout.pool_pages': 64}), SHAPE, ONE, 'gpu')
+    assert small_pool['rollout: KV pool'] * 2 == plain['rollout: KV pool']
+    kept = 'learner: kept activations'
+    assert memory.estimate(make_run(**{'model.remat': False}), SHAPE, ONE, 'gpu')[kept] > 5 * plain[kept]
+    # cuDNN keeps no attention weights
+    assert memory.estimate(make_run(), SHAPE, ONE, 'tpu')['learner: one layer'] > plain['learner: one layer']
+
+
+def test_the_phases_do_not_add_up():
+    parts = {'parameters': 5, 'rollout: KV pool': 7, 'learner: gradients': 3, 'learner: logits': 1}
+    assert memory.peak_bytes(parts) == 12
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_activations_agree_with_the_compiler(dtype):
+    shape = dataclasses.replace(SHAPE, layers=2, d_model=128, head_dim=32, d_ff=384)
+    run = make_run(**{'model.compute_dtype': dtype, 'learner.row_tokens': 256})
+    graphdef, params = abstract_decoder(shape, compute_dtype=jnp.dtype(dtype))
+
+    def loss(params, tokens_BT, positions_BT):
+        hidden_BTD = nnx.merge(graphdef, params).hidden(tokens_BT, positions_BT, causal_attend(None, 'xla'))
+        return jnp.square(hidden_BTD.astype(jnp.float32)).mean()
+
+    tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    counted = jax.jit(jax.grad(loss)).lower(params, tokens, tokens).compile().memory_analysis().temp_size_in_bytes
+    parts = memory.estimate(run, shape, ONE, 'cpu')
+    estimated = sum(parts.get(f'learner: {name}', 0) for name in ('kept activations', 'one layer', 'cast weights'))
+    assert 0.7 < estimated / counted < 1.5
+
+
+def test_what_does_not_fit_is_an_error_with_the_parts_and_what_to_do():
+    parts = memory.estimate(make_run(), SHAPE, ONE, 'gpu')
+    needed = memory.peak_bytes(parts)
+    assert memory.check_fits(make_run(), SHAPE, ONE, Device(int(needed / (1 - memory.HEADROOM)) + 1)) == parts
+    assert memory.check_fits(make_run(), SHAPE, ONE, Device(None)) == parts
+    with pytest.raises(ConfigError) as caught:
+        memory.check_fits(make_run(**{'rollout.slots': 4096}), SHAPE, ONE, Device(2**28))
+    text = str(caught.value)
+    assert 'but only 256.0 MiB are available' in text
+    assert re.search(r'^  rollout: KV pool +384\.0 MiB$', text, re.MULTILINE)
+    assert 'rollout.slots' in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'shape', 'words'),
+    [
+        (
+            {'learner.head_chunk_tokens': 100_000, 'learner.rows_per_microbatch': 300},
+            {'vocab_size': 200_000},
+            'head_chunk_tokens',
+        ),
+        ({'learner.rows_per_microbatch': 512}, {}, 'rows_per_microbatch'),
+        ({'rollout.slots': 4096, 'rollout.page_tokens': 8}, {'kv_heads': 1, 'd_model': 512}, 'every_steps=0'),
+        ({'learner.head_chunk_tokens': 1}, {'vocab_size': 100_000_000}, 'parallel.fsdp'),
+    ],
+)
+def test_the_advice_is_about_the_largest_part(changes, shape, words):
+    with pytest.raises(ConfigError, match=words):
+        memory.check_fits(make_run(**changes), dataclasses.replace(SHAPE, **shape), ONE, Device(1000))
+
+
+def test_host_memory_is_the_smallest_of_what_limits_it(tmp_path):
+    (tmp_path / 'proc').mkdir()
+    (tmp_path / 'proc/meminfo').write_text('MemTotal: 4000 kB\nMemAvailable:    3000 kB\n')
+    assert memory.host_available_bytes(tmp_path) == 3000 * 1024
+    cgroup = tmp_path / 'sys/fs/cgroup'
+    cgroup.mkdir(parents=True)
+    (cgroup / 'memory.max').write_text('max\n')
+    (cgroup / 'memory.current').write_text('1000\n')
+    assert memory.host_available_bytes(tmp_path) == 3000 * 1024
+    (cgroup / 'memory.max').write_text('501000\n')
+    assert memory.host_available_bytes(tmp_path) == 500_000
+
+
+def test_this_machine_tells_its_memory():
+    assert 2**20 < memory.available_bytes(jax.local_devices()[0]) < 2**50
+
+
+@pytest.mark.parametrize(
+    ('size', 'text'), [(0, '0 B'), (1023, '1023 B'), (1536, '1.5 KiB'), (5 * 2**30, '5.0 GiB'), (2**51, '2,048.0 TiB')]
+)
+def test_sizes_are_shown_in_binary_units(size, text):
+    assert memory.show_bytes(size) == text
