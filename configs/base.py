@@ -131,3 +131,73 @@ def get_config() -> ConfigDict:
     c.log = ConfigDict()
     c.log.samples_per_step = 8  # answers a step written to samples.jsonl
     return c
+
+
+def smoke(config: ConfigDict) -> None:
+    """Shrinks any configuration, in place, until a run goes through all its parts in seconds on 2 CPU cores.
+
+    Random weights of two small layers, tiny lengths and batches, generated sums instead of a data file. Family,
+    algorithm and optimizer stay: a smoke run shows that a configuration works, not that it learns.
+    """
+    c = config
+    c.steps = 2
+    c.model.path = ''
+    c.model.random_weights = True
+    c.model.compute_dtype = 'float32'  # CPUs have no fast bfloat16
+    c.model.remat = False
+    shape = c.model.shape
+    shape.vocab_size = 512
+    shape.d_model, shape.layers, shape.d_ff = 64, 2, 128
+    shape.query_heads, shape.kv_heads, shape.head_dim = 4, 2, 16
+    shape.max_positions = 256
+
+    c.tokenizer.path = 'configs/tiny_start'
+    c.tokenizer.chat_template = ''
+    c.tokenizer.end_tokens = ()
+    c.data.source = 'reasoning_gym:chain_sum'
+    c.data.layout = 'auto'
+    c.data.options = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
+    c.data.train_examples = 64
+    c.data.eval_source = ''
+    c.data.eval_examples = 4
+    c.reward.function = ''
+
+    c.rollout.prompts_per_step = 2
+    c.rollout.samples_per_prompt = 2
+    c.rollout.slots = 4
+    c.rollout.max_prompt_tokens = 96
+    c.rollout.max_response_tokens = 32
+    c.rollout.page_tokens = 8
+    c.rollout.pool_pages = 0
+    c.rollout.segment_steps = 16
+    c.rollout.prefill_rows = 2
+
+    c.schedule.kind = 'fixed'
+    c.schedule.budget_pages = 2
+    c.schedule.path = ''
+    c.schedule.dense_layers = (0,)
+    c.mismatch.bin_width_tokens = 32
+    c.mismatch.min_count = 1
+    c.mismatch.floor_every_steps = 1
+    c.mismatch.floor_sequences = 2
+
+    c.learner.updates_per_step = 1
+    c.learner.rows_per_microbatch = 2
+    c.learner.row_tokens = 0
+    c.learner.head_chunk_tokens = 128
+    c.evaluate.samples = 1
+    c.checkpoint.every_steps = 1
+    c.parallel.data, c.parallel.fsdp, c.parallel.tensor = -1, 1, 1
+
+
+def finish(config: ConfigDict, arg: str, file: str) -> ConfigDict:
+    """The last line of a model file without arguments of its own: applies `arg` ('' or 'smoke') and locks.
+
+    Raises:
+        ValueError: another argument; lists the valid ones.
+    """
+    if arg not in ('', 'smoke'):
+        raise ValueError(f"{file}:{arg}: unknown argument; it must be '' or 'smoke'")
+    if arg == 'smoke':
+        smoke(config)
+    return config.lock()

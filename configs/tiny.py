@@ -50,7 +50,8 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.page_tokens = 8
     c.rollout.segment_steps = 32
 
-    c.schedule.budget_pages = 3  # with the reserved ones 6 of up to 35 pages: about 0.53 of a dense rollout's KV reads
+    c.schedule.budget_pages = 2  # with the reserved ones 6 of up to 35 pages
+    c.schedule.reserved_last_pages = 3  # 17 tokens at least: the line above the current one is always read
     c.schedule.dense_layers = (0,)
 
     c.mismatch.bin_width_tokens = 64
@@ -68,7 +69,7 @@ def get_config(arg: str = '') -> ConfigDict:
 
     if arg == 'scratch':
         c.phase = 'supervised'
-        c.steps = 4000
+        c.steps = 1000
         c.model.path = ''
         c.model.random_weights = True
         c.data.train_examples = 100_000
@@ -77,7 +78,7 @@ def get_config(arg: str = '') -> ConfigDict:
         c.optimizer.learning_rate = 2e-3
         c.optimizer.warmup_steps = 100
         c.optimizer.decay_steps = c.steps - c.optimizer.warmup_steps
-        c.evaluate.every_steps = 1000
+        c.evaluate.every_steps = 250
         c.checkpoint.every_steps = 500
     if arg == 'smoke':
         c.steps = 2

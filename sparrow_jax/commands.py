@@ -4,9 +4,8 @@ Reads `--config=configs/x.py[:argument]`, overrides `--config.section.field=valu
 a validated `RunConfig`, and turns what the user can mend into one sentence on standard error. Nothing is written
 here.
 
-Exit codes: what the command returns (None is 0); 2 for a mistake in flags, settings, files or folders
-    (`ConfigError`); 130 after Ctrl-C.
-Other exceptions keep their traceback: they are faults of the code.
+Exit codes: what the command returns (None is 0); 2 for a mistake in flags, settings, files or folders (`ConfigError`);
+130 after Ctrl-C. Other exceptions keep their traceback: they are faults of the code.
 """
 
 import difflib
@@ -14,18 +13,16 @@ import importlib.util
 import inspect
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparrow_jax.config import ConfigError, RunConfig, resolve
+from sparrow_jax.config import ConfigError, resolve
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
@@ -42,11 +39,13 @@ def run(
     """Parses the command line, calls `main` and exits the process.
 
     Args:
-        main: called as `main(run, workdir, **more)`; `workdir` is '' where it is not required and not given. With
-            `config_required=False` (commands that read a work directory) it is called as `main(workdir, **more)`.
+        main: called as `main(run: RunConfig, workdir: str, **more)`; `workdir` is '' where it is not required and not
+            given. With `config_required=False` (commands that read a work directory) it is called as `main(workdir,
+            **more)`.
         workdir_required, config_required: whether the command works without the flag.
-        define_flags: defines further flags on the given `FlagValues` (`flags.DEFINE_string('prompt', None, 'help', flag_values=values)`);
-            `main` gets them as keyword arguments. A flag whose default is None must be given.
+        define_flags: defines further flags on the given `FlagValues`, for example
+            `flags.DEFINE_string('prompt', None, 'the question', flag_values=values)`; `main` gets them as keyword
+            arguments. A flag whose default is None must be given.
         argv: command line, `sys.argv` by default.
     """
     quiet_logging()
@@ -113,43 +112,6 @@ def quiet_logging() -> None:
     absl.logging.use_absl_handler()
     for logger in ('jax', 'orbax', 'tensorflow_datasets'):
         logging.getLogger(logger).setLevel(logging.WARNING)
-
-
-class StopRequest:
-    """Lets a loop end at a step's boundary, where its state is whole, when the process is told to stop.
-
-    A context manager. The first Ctrl-C or SIGTERM (a cloud machine taken back) sets `made` and calls `on_first`; the
-    second Ctrl-C raises KeyboardInterrupt at once. The earlier handlers come back at the end.
-
-        with StopRequest(lambda: console.message('Stopping after this step; Ctrl-C again to stop at once.')) as stop:
-            while step < run.steps and not stop.made: ...
-        if stop.made: save, console.interrupted(step), raise KeyboardInterrupt
-    """
-
-    def __init__(self, on_first: Callable[[], None] = lambda: None):
-        self.made = False
-        self._on_first = on_first
-        self._process = os.getpid()
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._heard)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked worker inherits the handler, but has nothing to save
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        if self.made:
-            signal.default_int_handler(number, frame)
-        self.made = True
-        self._on_first()
 
 
 def _parse(

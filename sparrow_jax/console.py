@@ -6,6 +6,7 @@ every message is one plain line without control codes. Model output is shown wit
 """
 
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
@@ -35,8 +36,7 @@ class Column:
     Attributes:
         title: of at most ten characters or so.
         metric: name in the step's metrics; a step without it shows a dash.
-        form: format of the number: a `format` specification such as '.3f', or 'percent', 'count' (1,234) or 'time'
-            (1:23).
+        form: format of the number: a `format` specification such as '.3f', or 'percent', 'count', 'time' (1:23).
         rank: on a narrow terminal the columns with the highest rank go first.
     """
 
@@ -60,9 +60,8 @@ RL_COLUMNS = (
 )
 SUPERVISED_COLUMNS = (
     Column('loss', 'supervised/loss', '.4f', 0),
-    Column('accuracy', 'supervised/accuracy', 'percent', 2),
-    Column('grad', 'actor/grad_norm', '.3f', 4),
-    Column('tok/s', 'perf/throughput', 'count', 3),
+    Column('grad', 'actor/grad_norm', '.3f', 3),
+    Column('tok/s', 'perf/throughput', 'count', 2),
     Column('time', 'timing_s/step', 'time', 1),
 )
 
@@ -127,8 +126,7 @@ class Console:
     def status(
         self, phase: str, detail: str = '', *, done: float | None = None, total: float = 0, unit: str = ''
     ) -> None:
-        """Replaces the live line; costs microseconds and may be called as often as wanted. Nothing is printed off a
-        terminal.
+        """Replaces the live line; may be called as often as wanted. Off a terminal nothing is printed.
 
         Args:
             phase: 'sampling', 'learning', ...
@@ -141,8 +139,7 @@ class Console:
         fraction = None if done is None or total <= 0 else min(max(done / total, 0.0), 1.0)
         self._status = (phase, '  '.join(part for part in (detail, progress) if part), fraction)
         if self._display is None:
-            # get_renderable is called at every refresh, so spinner and clock go on while the process waits for the
-            # device.
+            # get_renderable is called at every refresh: spinner and clock go on while the device works.
             self._display = Live(
                 console=self._out,
                 transient=True,
@@ -184,8 +181,8 @@ class Console:
         self._out.print(line, no_wrap=True, crop=True)
 
     def sample(self, prompt: str, completion: str, note: str = '', lines: int = 6) -> None:
-        """Shows one answer of the model, shortened to its first and last lines; nothing off a terminal (samples.jsonl
-        has them).""" if not self.live:
+        """Shows one answer of the model, its first and last lines; off a terminal nothing (samples.jsonl has them)."""
+        if not self.live:
             return
         self._out.print(Text(f'  ┌ {note}' if self._unicode else f'  | {note}', style='dim'), no_wrap=True, crop=True)
         edge = '  │ ' if self._unicode else '  | '
@@ -222,8 +219,10 @@ class Console:
             self.message(f'Stopped before anything was saved (step {step}); run the same command to begin again.')
 
     def finish(self, title: str, facts: Mapping[str, Any]) -> None:
-        """Prints the end block: for each column how it went from the first step to the last, then the named facts
-        (files, what next).""" self._stop_live() went = {} for column in self.columns:
+        """Prints the end block: how the main columns went over the run, then the named facts (files, what next)."""
+        self._stop_live()
+        went = {}
+        for column in self.columns:
             values = self._history.get(column.metric, [])
             if len(values) > 1 and column.form != 'time' and column.rank <= _SUMMARY_RANK:
                 first, last = _format(values[0], column.form), _format(values[-1], column.form)
@@ -272,7 +271,9 @@ class Console:
         return f'{step:,}/{self.steps:,}' if self.steps else f'{step:,}'
 
     def _widths(self, columns: Sequence[Column]) -> list[int]:
-        return [max(4, len(self._of_all(self.steps))), *(max(len(c.title), 7) for c in columns)]
+        # '-2.9e-02' has eight characters.
+        cells = (max(len(c.title), 8 if c.form.endswith('e') else 7) for c in columns)
+        return [max(4, len(self._of_all(self.steps))), *cells]
 
     def _cells(self, cells: Sequence[str], columns: Sequence[Column]) -> str:
         return '  '.join(cell.rjust(width) for cell, width in zip(cells, self._widths(columns), strict=True))
@@ -310,8 +311,8 @@ class Console:
 
 
 def notice_once(text: str) -> None:
-    """Says something once in this process, in the style of the running command's console; on standard error where
-    there is none.""" if _current is not None:
+    """Says something once in this process, through the running command's console, or else on standard error."""
+    if _current is not None:
         _current.notice_once(text)
     elif text not in _told:
         _told.add(text)
@@ -322,7 +323,7 @@ def spark(values: Sequence[float], cells: int = 24) -> str:
     """A curve of block characters; more values than cells are averaged."""
     count = min(cells, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]
-    means = [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     if high == low:
         return _SPARKS[3] * count

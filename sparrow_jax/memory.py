@@ -67,8 +67,7 @@ def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int],
     rows = -(-le.rows_per_microbatch // shards)
     T = run.row_tokens
     tokens = rows * T
-    # What the backward pass needs of one layer: norm outputs, q, k, v, attention output, gate, up and their product,
-    # the residuals.
+    # The backward pass needs of a layer: norm outputs, q, k, v, attention output, gate, up, their product, residuals.
     per_token = 4 * D + (2 * H + 2 * K) * A + 3 * _cut(F, tensor)
     layer = tokens * per_token * _BYTES_AN_ACTIVATION[compute]
     if platform != 'gpu' or compute != 2:
@@ -85,8 +84,9 @@ def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int],
 
 
 def peak_bytes(parts: Mapping[str, int]) -> int:
-    """What a device holds at most: the lasting parts and the larger of the two phases, since the pool is freed before
-    an update.""" phase = {name: 0 for name in ('', 'rollout', 'learner')} for name, size in parts.items():
+    """What a device holds at most: the lasting parts and the larger phase; the pool is freed before an update."""
+    phase = {name: 0 for name in ('', 'rollout', 'learner')}
+    for name, size in parts.items():
         phase[name.split(': ')[0] if ': ' in name else ''] += size
     return phase[''] + max(phase['rollout'], phase['learner'])
 
@@ -104,8 +104,10 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def host_available_bytes(root: Path = Path('/')) -> int | None:
-    """The host memory that this process can still take: the smallest of free memory, cgroup limit and ulimit; None if
-    unknown.""" limits = [] meminfo = root / 'proc/meminfo' if meminfo.exists():
+    """What this process can still take: the least of free memory, cgroup limit and ulimit; None if unknown."""
+    limits = []
+    meminfo = root / 'proc/meminfo'
+    if meminfo.exists():
         fields = dict(line.split(':', 1) for line in meminfo.read_text().splitlines() if ':' in line)
         if 'MemAvailable' in fields:
             limits.append(int(fields['MemAvailable'].split()[0]) * 1024)

@@ -135,10 +135,10 @@ class CompileCounter:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _heard(self, event: str, duration_s: float, **facts: Any) -> None:
+    def _heard(self, event: str, duration_secs: float, **facts: str | int) -> None:
         if event == '/jax/core/compile/backend_compile_duration':
             self.count += 1
-            self._seconds += duration_s
+            self._seconds += duration_secs
             if self._warm:
                 self.late.append(str(facts.get('fun_name', 'unnamed')))
 
@@ -166,8 +166,8 @@ def _append(file: Any, row: Mapping[str, Any]) -> None:
 
 
 def _rows_with_ends(file: Path) -> list[tuple[dict[str, Any], int]]:
-    """Each row with the byte position of its end. A last line without its newline was torn by a kill, and is left
-    out.""" if not file.exists():
+    """Each row with the byte position of its end, without a last line that a kill left incomplete."""
+    if not file.exists():
         return []
     rows = []
     end = 0

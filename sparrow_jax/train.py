@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparrow_jax import memory
+from sparrow_jax import commands, memory
 from sparrow_jax.assembly import Parts, assemble
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import RunConfig

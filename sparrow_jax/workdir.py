@@ -103,7 +103,7 @@ class Workdir:
             lock = _take_lock(folder, command)
         except OSError as error:
             raise ConfigError(
-                f'--workdir={path}: cannot write there ({error.strerror}); choose another folder or mend its permissions'
+                f'--workdir={path}: cannot write there ({error.strerror}); choose another folder'
             ) from error
         try:
             # Again: another process may have begun between the check above and the lock.
@@ -183,7 +183,7 @@ def _refuse_foreign(folder: Path) -> None:
     foreign = [name for name in names if name != LOCK_NAME and not name.startswith(f'.{CONFIG_NAME}.')]
     if foreign:
         raise ConfigError(
-            f'--workdir={folder}: holds something else ({foreign[0]}, no {CONFIG_NAME}); give a new or empty folder, nothing was touched'
+            f'--workdir={folder}: holds something else ({foreign[0]}, no {CONFIG_NAME}); give a new or empty folder'
         )
 
 
@@ -209,7 +209,7 @@ def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> 
     lines = [line for line in changed if line.split(':')[0].split('.')[0] not in may_change]
     if lines:
         raise ConfigError(
-            f'--workdir={folder}: belongs to a run with another configuration; give another --workdir or undo these changes:\n  '
+            f'--workdir={folder}: belongs to another configuration; give another --workdir or undo these changes:\n  '
             + '\n  '.join(lines)
         )
     return True
@@ -248,3 +248,33 @@ def _release(folder: Path, lock: int | None) -> None:
     if lock is not None:
         os.close(lock)
         _held.discard(folder)
+
+
+def results_folder(path: str) -> Path:
+    """A folder to add results to: that of a run, or one that is made; the run in it may still be training.
+
+    Raises ConfigError where the path is a file or cannot be written, or the folder holds something else than a run or
+    results.
+    """
+    folder = _local_folder(path)
+    if not (folder / CONFIG_NAME).exists() and not (folder / 'evaluation.jsonl').exists():
+        _refuse_foreign(folder)
+    return _made(folder, f'--workdir={path}')
+
+
+def empty_folder(path: str, flag: str) -> Path:
+    """A folder to write into, made if absent. Raises ConfigError, naming the flag, unless it is absent or empty."""
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise ConfigError(f'{flag}={path}: is a file; give a folder')
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f'{flag}={path}: is not empty; give a new folder')
+    return _made(folder, f'{flag}={path}')
+
+
+def _made(folder: Path, what: str) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'{what}: cannot be written ({error.strerror}); choose another folder') from error
+    return folder

@@ -68,7 +68,7 @@ def test_off_a_terminal_each_step_is_one_plain_line():
 def test_the_table_fits_the_width_and_stays_aligned(width, monkeypatch):
     def draw(console):
         for step in (9, 10):
-            console.row(step, METRICS)
+            console.row(step, METRICS | {'rollout_corr/kl': -0.029})
 
     raw, lines = show(width, monkeypatch, draw)
     header, first, second = lines

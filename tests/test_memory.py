@@ -1,4 +1,4 @@
-"""The estimate follows the layout of the arrays, agrees with the compiler, and refuses what does not fit with a table."""
+"""The estimate follows the layout of the arrays, agrees with the compiler, and refuses what cannot fit."""
 
 import dataclasses
 import re

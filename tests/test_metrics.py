@@ -1,4 +1,4 @@
-"""Rows reach the disk at once, stay valid JSON, and are cut back to the checkpoint at a resume; compilations are counted."""
+"""Rows reach the disk at once, stay valid JSON, and are cut back to the checkpoint at a resume."""
 
 import json
 from pathlib import Path

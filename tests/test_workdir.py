@@ -13,7 +13,7 @@ import pytest
 from configs import base
 from sparrow_jax import workdir as workdir_module
 from sparrow_jax.config import ConfigError, RunConfig, resolve, to_json
-from sparrow_jax.workdir import Workdir, write_atomically
+from sparrow_jax.workdir import Workdir, empty_folder, results_folder, write_atomically
 
 
 def make_run(**changes) -> RunConfig:
@@ -174,3 +174,28 @@ def test_a_failed_write_leaves_the_old_text(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='No space left'):
         write_atomically(file, 'new')
     assert contents(tmp_path) == {'config.json': 'old'}
+
+
+def test_results_go_into_a_run_s_folder_even_while_it_trains_or_into_a_new_one(tmp_path):
+    with Workdir.open(str(tmp_path / 'run'), make_run(), 'train'):
+        assert results_folder(str(tmp_path / 'run')) == tmp_path / 'run'
+    new = results_folder(str(tmp_path / 'new'))
+    assert list(new.iterdir()) == []
+    (new / 'evaluation.jsonl').write_text('{}\n')
+    assert results_folder(str(new)) == new
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/thesis.txt').write_text('')
+    with pytest.raises(ConfigError, match='holds something else'):
+        results_folder(str(tmp_path / 'mine'))
+
+
+def test_an_output_folder_must_be_new_or_empty(tmp_path):
+    assert empty_folder(str(tmp_path / 'a/b'), '--out') == tmp_path / 'a/b'
+    assert empty_folder(str(tmp_path / 'a/b'), '--out').is_dir()
+    with pytest.raises(ConfigError, match=r'--out=.*a: is not empty'):
+        empty_folder(str(tmp_path / 'a'), '--out')
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ConfigError, match=r'--out=.*file: is a file'):
+        empty_folder(str(tmp_path / 'file'), '--out')
+    with pytest.raises(ConfigError, match=r'--out=.*cannot be written'):
+        empty_folder(str(tmp_path / 'file/below'), '--out')

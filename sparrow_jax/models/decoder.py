@@ -1,10 +1,12 @@
 """The decoder: Qwen3 and Llama layouts in one module, with attention as an argument.
 
-Tokens and positions come from the learner, the prefill or the decode loop; final hidden states and logits go back there. The decoder knows
-no KV cache, no mask and no sparsity: whoever calls it passes `attend(layer, q, k, v) -> o`, which holds all of that.
+Tokens and positions come from the learner, the prefill or the decode loop; final hidden states and logits go back
+there. The decoder knows no KV cache, no mask and no sparsity: whoever calls it passes `attend(layer, q, k, v) -> o`,
+which holds all of that.
 
-Weights live in the shapes that shard well, each with its logical axis names as metadata (`logical_axes`), all listed in `layer_weights`
-and `model_weights`. Used functionally: `graphdef, params = nnx.split(decoder)`, then `nnx.merge(graphdef, params).hidden(...)` under jit.
+Weights live in the shapes that shard well, each with its logical axis names as metadata (`logical_axes`), all listed
+in `layer_weights` and `model_weights`. Used functionally: `graphdef, params = nnx.split(decoder)`, then
+`nnx.merge(graphdef, params).hidden(...)` under jit.
 """
 
 import math
@@ -19,12 +21,14 @@ from jax import Array
 
 from sparrow_jax.models.shape import DecoderShape, rope_frequencies
 
-# attend(layer, q_BTHA, k_BTKA, v_BTKA) -> o_BTHA. q and k come after RoPE and QK-norm; q is unscaled: attend applies A**-0.5.
+# attend(layer, q_BTHA, k_BTKA, v_BTKA) -> o_BTHA. q and k come after RoPE and QK-norm; q is unscaled: attend applies
+# A**-0.5.
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
 class Weight(NamedTuple):
-    """One weight: its sizes, the logical axis names that the sharding rules map to the mesh, and its fan-in (0: a norm scale)."""
+    """One weight: its sizes, the logical axis names that the sharding rules map to the mesh, and its fan-in (0: a norm
+    scale)."""
 
     sizes: tuple[int, ...]
     axes: tuple[str, ...]
@@ -108,7 +112,8 @@ class Decoder(nnx.Module):
       shape: all sizes.
       rngs: its `params` stream makes the random weights: normal with variance 1 / fan-in; norm scales are 1.
       param_dtype: dtype of the matrices as stored; norm scales are always float32.
-      compute_dtype: dtype of activations and of matrix operands; float32 asks for full float32 products on every platform.
+      compute_dtype: dtype of activations and of matrix operands; float32 asks for full float32 products on every
+      platform.
       remat: recompute each layer in the backward pass. `attend` must then be free of side effects.
     """
 
@@ -207,13 +212,15 @@ def abstract_decoder(shape: DecoderShape, **options: Any) -> tuple[nnx.GraphDef,
 
 
 def logical_axes(params: nnx.State) -> nnx.State:
-    """The logical axis names of every weight: `params` with a tuple of names, one a dimension, in place of each array."""
+    """The logical axis names of every weight: `params` with a tuple of names, one a dimension, in place of each
+    array."""
     is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
     return jax.tree.map(lambda weight: weight.get_metadata('logical_axes'), params, is_leaf=is_weight)
 
 
 def _make_weights(module: nnx.Module, table: dict[str, Weight], rngs: nnx.Rngs, param_dtype: Any) -> None:
-    # One draw for all weights of a module: the generator is compiled once a size, which for small models takes longer than all the rest.
+    # One draw for all weights of a module: the generator is compiled once a size, which for small models takes longer
+    # than all the rest.
     numbers = jax.random.normal(rngs.params(), (sum(math.prod(w.sizes) for w in table.values() if w.fan_in),))
     start = 0
     for name, weight in table.items():

@@ -1,6 +1,7 @@
 """Reading of GGUF files: metadata, tensors by their Hugging Face names, quantizations undone.
 
-Used by `weights.py` for the model and by `tasks/tokenizer.py` for the vocabulary that the same file holds. Llama and Qwen3 layouts.
+Used by `weights.py` for the model and by `tasks/tokenizer.py` for the vocabulary that the same file holds. Llama and
+Qwen3 layouts.
 """
 
 import functools
@@ -101,8 +102,8 @@ def open_tensors(path: str | pathlib.Path) -> dict[str, Tensor]:
     for tensor in meta.reader.tensors:
         if tensor.name == 'rope_freqs.weight':
             raise ConfigError(
-                f'{path}: holds rope_freqs.weight, RoPE scaling factors of the llama3 kind, which can be read from a folder with '
-                'config.json only; use the Hugging Face folder of this model'
+                f'{path}: holds rope_freqs.weight, RoPE scaling factors of the llama3 kind, which can be read from a '
+                'folder with config.json only; use the Hugging Face folder of this model'
             )
         found = _split(tensor.name)
         if found is None:
@@ -117,7 +118,8 @@ def open_tensors(path: str | pathlib.Path) -> dict[str, Tensor]:
 def _read(tensor: Any, sizes: tuple[int, ...], heads: int) -> np.ndarray:
     array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(sizes)
     if heads:
-        # The Llama layout of GGUF rotates neighbouring rows of a head (0, 1), (2, 3), ...; here row i pairs with i + A/2.
+        # The Llama layout of GGUF rotates neighbouring rows of a head (0, 1), (2, 3), ...; here row i pairs with i +
+        # A/2.
         rows, columns = sizes
         array = array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(sizes)
     return array

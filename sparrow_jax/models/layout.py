@@ -40,8 +40,8 @@ class Tensor(NamedTuple):
 class Slot(NamedTuple):
     """Where a checkpoint's tensor belongs: its place in the parameter tree, its sizes there and in the checkpoint.
 
-    Matrices stand as [out, in] in the checkpoint and with the input dimensions first in the decoder (`transposed`); the embedding, the head
-    and the norm scales are the same in both.
+    Matrices stand as [out, in] in the checkpoint and with the input dimensions first in the decoder (`transposed`);
+    the embedding, the head and the norm scales are the same in both.
     """
 
     key: Key

@@ -1,7 +1,8 @@
 """The shape of a decoder: every number that fixes its weights and its arithmetic.
 
-Comes from a checkpoint's config.json (`weights.read_shape`), from GGUF metadata (`gguf.py`) or from `model.shape` of a run's configuration;
-goes to the decoder, the KV cache, the cost model, and back into config.json when a checkpoint is written.
+Comes from a checkpoint's config.json (`weights.read_shape`), from GGUF metadata (`gguf.py`) or from `model.shape` of a
+run's configuration; goes to the decoder, the KV cache, the cost model, and back into config.json when a checkpoint is
+written.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ from sparrow_jax.config import ConfigError
 FAMILIES = ('qwen3', 'llama')
 ROPE_KINDS = ('linear', 'llama3', 'yarn')
 _ARCHITECTURES = {'qwen3': 'Qwen3ForCausalLM', 'llama': 'LlamaForCausalLM'}
-# Settings of Hugging Face configs that change the arithmetic in a way the decoder does not know, with the only value it does.
+# Settings of Hugging Face configs that change the arithmetic in a way the decoder does not know, with the only value
+# it does.
 _REQUIRED = {'attention_bias': False, 'mlp_bias': False, 'use_sliding_window': False, 'hidden_act': 'silu'}
 
 
@@ -24,9 +26,10 @@ _REQUIRED = {'attention_bias': False, 'mlp_bias': False, 'use_sliding_window': F
 class RopeScaling:
     """Stretching of the rotary embedding beyond the positions of pre-training.
 
-    `linear` divides every frequency by `factor`; `llama3` does so for wavelengths above original_max_positions / low_freq_factor and blends
-    towards none at original_max_positions / high_freq_factor; `yarn` blends over dimensions between the rotation counts `beta_slow` and
-    `beta_fast` and multiplies cos and sin by `attention_factor` (0 = 0.1 ln(factor) + 1).
+    `linear` divides every frequency by `factor`; `llama3` does so for wavelengths above original_max_positions /
+    low_freq_factor and blends towards none at original_max_positions / high_freq_factor; `yarn` blends over dimensions
+    between the rotation counts `beta_slow` and `beta_fast` and multiplies cos and sin by `attention_factor` (0 = 0.1
+    ln(factor) + 1).
     """
 
     kind: str
@@ -94,7 +97,9 @@ class DecoderShape:
                 raise ConfigError(f'{where}: {key}={config[key]!r} is not supported; only {value!r} is')
         try:
             heads = config['num_attention_heads']
-            # transformers 5 holds theta and scaling in one `rope_parameters`; before, `rope_theta` and `rope_scaling` stood apart.
+            default_head_dim = 128 if family == 'qwen3' else config['hidden_size'] // heads
+            # transformers 5 holds theta and scaling in one `rope_parameters`; before, `rope_theta` and `rope_scaling`
+            # stood apart.
             rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
             theta = rope.get('rope_theta', config.get('rope_theta', 10_000.0))
             return cls(
@@ -104,7 +109,7 @@ class DecoderShape:
                 layers=config['num_hidden_layers'],
                 query_heads=heads,
                 kv_heads=config.get('num_key_value_heads') or heads,
-                head_dim=config.get('head_dim') or config['hidden_size'] // heads,
+                head_dim=config.get('head_dim') or default_head_dim,
                 d_ff=config['intermediate_size'],
                 rope_theta=float(theta),
                 norm_eps=float(config.get('rms_norm_eps', 1e-6)),

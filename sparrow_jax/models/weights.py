@@ -1,7 +1,8 @@
 """Reading and writing of checkpoints: Hugging Face folders and GGUF files to and from the decoder's parameters.
 
-`read_shape` and `load_params` take a folder (config.json and any number of *.safetensors) or a .gguf file; `save_hf` writes a folder that
-transformers opens. Tensors pass through the host one at a time, so no second full copy of the model is ever held.
+`read_shape` and `load_params` take a folder (config.json and any number of *.safetensors) or a .gguf file; `save_hf`
+writes a folder that transformers opens. Tensors pass through the host one at a time, so no second full copy of the
+model is ever held.
 """
 
 import json
@@ -42,17 +43,18 @@ def load_params(path: str | pathlib.Path, abstract_params: nnx.State, param_dtyp
     """Reads a checkpoint into the decoder's parameter tree.
 
     Args:
-      path: a folder with config.json and *.safetensors (bfloat16, float16 or float32; if there is an index, the files that it lists), or a
-        .gguf file (any of its quantizations; they become plain numbers).
-      abstract_params: from `abstract_decoder`; gives structure and dtypes. Leaves that carry a sharding are placed by it, each process
-        keeping its own part; the others go to the default device.
+      path: a folder with config.json and *.safetensors (bfloat16, float16 or float32; if there is an index, the files
+        that it lists), or a .gguf file (any of its quantizations; they become plain numbers).
+      abstract_params: from `abstract_decoder`; gives structure and dtypes. Leaves that carry a sharding are placed by
+        it, each process keeping its own part; the others go to the default device.
       param_dtype: overrides the dtype of the matrices; norm scales stay float32.
 
     Returns:
       abstract_params with arrays.
 
     Raises:
-      ConfigError: a tensor is missing, left over, of another shape than the model's or stored twice; names tensor and file.
+      ConfigError: a tensor is missing, left over, of another shape than the model's or stored twice; names tensor and
+        file.
     """
     path = _existing(path)
     shape = read_shape(path)

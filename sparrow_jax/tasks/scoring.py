@@ -43,10 +43,10 @@ def serve(connection: Connection, function: str, tasks: bool, mathematics: bool)
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     if tasks:
         importlib.import_module('reasoning_gym')
+    # Time is kept by the parent, for every kind of answer alike: math-verify's own alarm would call a time-out wrong.
+    # It warns that its alarm is off.
+    logging.getLogger('math_verify').setLevel(logging.ERROR)
     if mathematics:
-        # Time is kept by the parent, for every kind of answer alike: math-verify's own alarm would call a time-out
-        # wrong.
-        logging.getLogger('math_verify').setLevel(logging.ERROR)
         judge_math(r'\frac{1}{2}', '0.5')
     connection.send(READY)
     while True:

@@ -1,7 +1,7 @@
 """Tokenizers from a checkpoint folder or a GGUF file, with their chat templates and the ids that end a response.
 
-Prompts (`tasks/prompts.py`) are encoded with them; the sampler stops at their end ids. No torch is needed: transformers' own reader of GGUF
-tokenizers wants it, so the byte-level BPE of such files is put together here.
+Prompts (`tasks/prompts.py`) are encoded with them; the sampler stops at their end ids. No torch is needed:
+transformers' own reader of GGUF tokenizers wants it, so the byte-level BPE of such files is put together here.
 """
 
 import json
@@ -13,20 +13,18 @@ from typing import Any
 # Without this every command opens with the advice that models need PyTorch, which is of no use here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
-import tokenizers  # noqa: E402
-import transformers  # noqa: E402
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors  # noqa: E402
+import tokenizers
+import transformers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from sparrow_jax.config import ConfigError  # noqa: E402
-from sparrow_jax.models import gguf  # noqa: E402
+from sparrow_jax.config import ConfigError
+from sparrow_jax.models import gguf
 
 # How text is cut before the merges, by the name that GGUF files give the scheme (`tokenizer.ggml.pre`).
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+_QWEN2 = rf'{_WORDS}|\p{{N}}|{_REST}'
+_LLAMA3 = rf'{_WORDS}|\p{{N}}{{1,3}}|{_REST}'
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types of GGUF
 
 
@@ -34,8 +32,8 @@ def load_tokenizer(path: str | pathlib.Path) -> transformers.PreTrainedTokenizer
     """The tokenizer of a checkpoint, chat template included.
 
     Args:
-      path: a folder with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file whose vocabulary is a byte-level
-        BPE.
+      path: a folder with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file whose
+        vocabulary is a byte-level BPE.
 
     Raises:
       ConfigError: no tokenizer at `path`, or a kind of GGUF vocabulary that cannot be rebuilt.
@@ -44,7 +42,9 @@ def load_tokenizer(path: str | pathlib.Path) -> transformers.PreTrainedTokenizer
     if path.suffix == '.gguf':
         return _from_gguf(path)
     if not (path / 'tokenizer.json').exists():
-        raise ConfigError(f'{path}: holds no tokenizer.json; set tokenizer.path to a folder that does, or to a .gguf file')
+        raise ConfigError(
+            f'{path}: holds no tokenizer.json; set tokenizer.path to a folder that does, or to a .gguf file'
+        )
     return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
 
 
@@ -53,8 +53,9 @@ def end_ids(
 ) -> tuple[int, ...]:
     """Every id that ends a response, sorted.
 
-    The union of the tokenizer's own end token, of those the checkpoint states (`eos_token_id` of generation_config.json, else of config.json;
-    in a GGUF file its eos, eot and eom ids) and of `extra_strings`. Qwen3 has two, 151645 and 151643: a sampler that knows one runs on.
+    The union of the tokenizer's own end token, of those the checkpoint states (`eos_token_id` of
+    generation_config.json, else of config.json; in a GGUF file its eos, eot and eom ids) and of `extra_strings`. Qwen3
+    has two, 151645 and 151643: a sampler that knows one runs on.
 
     Args:
       tokenizer: from `load_tokenizer`.

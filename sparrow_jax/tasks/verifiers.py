@@ -21,6 +21,7 @@ from sparrow_jax.tasks.problems import TASK_PREFIX, Problem
 from sparrow_jax.tasks.workers import Failure, Worker, WorkerGroup
 
 _START_S = 120.0  # a worker that has not finished its imports by then never will
+_FAILED_STARTS = 3  # in a row: not something else that ended one worker, but what it imports
 _LARGEST_BATCH = 32
 
 
@@ -115,6 +116,7 @@ class Verifier:
         }
         self._group = WorkerGroup()
         self._judges: list[_Judge] = []
+        self._failed_starts = 0  # in a row
         self._closed = False
         try:
             for _ in range(reward.workers):
@@ -217,6 +219,7 @@ class Verifier:
                 raise RewardError(reply.text) if judge.ready and reply.mendable else reply.error()
             if not judge.ready:
                 judge.ready = True
+                self._failed_starts = 0
             else:
                 assert work is not None
                 work.decide(judge.jobs.popleft(), reply)
@@ -229,8 +232,10 @@ class Verifier:
         self._judges.remove(judge)
         code = self._group.kill(judge.worker)
         if not judge.ready:
-            state = f'ended with exit code {code}' if why == 'died' else f'was not ready after {_START_S:.0f} s'
-            raise RuntimeError(f'a verifier worker {state} while it started; its messages stand on standard error')
+            self._failed_starts += 1
+            if why == 'overdue' or self._failed_starts == _FAILED_STARTS:
+                state = f'ended with exit code {code}' if why == 'died' else f'was not ready after {_START_S:.0f} s'
+                raise RuntimeError(f'a verifier worker {state} while it started; its messages stand on standard error')
         if work is not None and judge.jobs:
             index = judge.jobs.popleft()
             work.give_back(judge.jobs)

@@ -1,9 +1,9 @@
 """Helper processes: started clean, watched, and gone when the process that started them is gone.
 
 `verifiers` judges answers in them and `generated` makes problems in them. Each runs one function of this package over a
-two-way connection.
-They are new interpreters, not forks: the parent holds accelerators and threads, and neither survives a fork. They are
-not `multiprocessing` children either: those import the parent's main module again, and with it jax.
+two-way connection. They are new interpreters, not forks: the parent holds accelerators and threads, and neither
+survives a fork. They are not `multiprocessing` children either: those import the parent's main module again, and with
+it jax.
 """
 
 import contextlib
@@ -126,7 +126,8 @@ class WorkerGroup:
         code = worker.process.wait()
         worker.connection.close()
         self._workers.remove(worker)
-        self._tell_warden(-worker.pid)
+        with contextlib.suppress(BrokenPipeError):  # without a warden there is none to tell
+            self._tell_warden(-worker.pid)
         return code
 
     def close(self) -> None:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import golden_cases  # noqa: E402
-from tiny_models import SMALL, write_checkpoint  # noqa: E402
+import golden_cases
+from tiny_models import SMALL, write_checkpoint
 
-from sparrow_jax.models.decoder import init_decoder  # noqa: E402
+from sparrow_jax.models.decoder import init_decoder
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Tiny models whose logits transformers computed: their configurations, weights and tokens.
 
-Shared by `scripts/make_golden.py`, which runs them through transformers and stores the logits, and by the tests, which compare. Plain
-NumPy, since the script's environment has no JAX. RandomState: its stream is frozen, so weights need not be stored.
+Shared by `scripts/make_golden.py`, which runs them through transformers and stores the logits, and by the tests, which
+compare. Plain NumPy, since the script's environment has no JAX. RandomState: its stream is frozen, so weights need not
+be stored.
 """
 
 import numpy as np
@@ -14,7 +15,13 @@ COMMON = {**SHAPES, 'rms_norm_eps': 1e-6, 'max_position_embeddings': 128, 'hidde
 def _qwen3(query_heads: int, kv_heads: int, tied: bool, **more) -> dict:
     heads = {'num_attention_heads': query_heads, 'num_key_value_heads': kv_heads}
     tied_field = {'tie_word_embeddings': tied}
-    return COMMON | {'model_type': 'qwen3', 'architectures': ['Qwen3ForCausalLM'], 'rope_theta': 1e6} | heads | tied_field | more
+    return (
+        COMMON
+        | {'model_type': 'qwen3', 'architectures': ['Qwen3ForCausalLM'], 'rope_theta': 1e6}
+        | heads
+        | tied_field
+        | more
+    )
 
 
 def _llama(**more) -> dict:

@@ -89,7 +89,9 @@ def test_padding_at_the_start_changes_nothing_if_positions_follow(small, padding
 
 def test_only_relative_positions_matter(small):
     _, graphdef, params = small
-    run = jax.jit(lambda positions: nnx.merge(graphdef, params).hidden(jnp.asarray(TOKENS_BT), positions, causal_attend))
+    run = jax.jit(
+        lambda positions: nnx.merge(graphdef, params).hidden(jnp.asarray(TOKENS_BT), positions, causal_attend)
+    )
     positions_BT = jnp.arange(9) + jnp.zeros((2, 1), int)
     near, far, stretched = run(positions_BT), run(positions_BT + 40), run(2 * positions_BT)
     # Angles of 48 rad are rounded to 4e-6.
@@ -135,7 +137,8 @@ def test_attend_is_called_once_a_layer_in_order_with_unscaled_queries(small):
     def attend(layer, q_BTHA, k_BTKA, v_BTKA):
         calls.append((layer, q_BTHA.shape, k_BTKA.shape, v_BTKA.shape))
         rms_H = jnp.sqrt(jnp.mean((q_BTHA / rms_scale(layer)) ** 2, axis=-1))
-        # RoPE turns pairs and keeps lengths; only the norm scales' spread moves this off 1. Scaled queries would read 0.35.
+        # RoPE turns pairs and keeps lengths; only the norm scales' spread moves this off 1. Scaled queries would read
+        # 0.35.
         assert 0.6 < rms_H.mean() < 1.6
         return causal_attend(layer, q_BTHA, k_BTKA, v_BTKA)
 

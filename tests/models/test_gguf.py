@@ -55,7 +55,9 @@ def write_gguf(path, config, tensors, quantization=gguf.GGMLQuantizationType.F32
     return path
 
 
-@pytest.mark.parametrize('case', ['llama', 'llama_linear_tied', 'qwen3_tied_g2', 'qwen3_untied_g4', 'qwen3_untied_yarn'])
+@pytest.mark.parametrize(
+    'case', ['llama', 'llama_linear_tied', 'qwen3_tied_g2', 'qwen3_untied_g4', 'qwen3_untied_yarn']
+)
 def test_a_gguf_file_is_the_same_model_as_the_folder(tmp_path, case):
     config = golden_cases.CASES[case]
     tensors = golden_cases.weights(config)

@@ -67,7 +67,7 @@ def test_what_the_decoder_cannot_compute_is_refused(change, message):
 def test_a_missing_field_is_named():
     config = dict(golden_cases.CASES['qwen3_tied_g2'])
     del config['intermediate_size']
-    with pytest.raises(ConfigError, match='some/config.json.*intermediate_size'):
+    with pytest.raises(ConfigError, match=r'some/config\.json.*intermediate_size'):
         DecoderShape.from_hf_config(config, where='some/config.json')
 
 

@@ -35,7 +35,9 @@ def test_a_missing_tensor_is_named(tmp_path, untied_checkpoint):
 def test_an_extra_tensor_is_named_with_its_file(tmp_path, untied_checkpoint, name):
     _, config, tensors = untied_checkpoint
     tensors[name] = np.zeros((56, 40), np.float32)
-    with pytest.raises(ConfigError, match=rf'model-0000\d-of-00002\.safetensors: the tensor {name} belongs to no weight'):
+    with pytest.raises(
+        ConfigError, match=rf'model-0000\d-of-00002\.safetensors: the tensor {name} belongs to no weight'
+    ):
         load(write_checkpoint(tmp_path / 'bad', config, tensors, shards=2))
 
 

@@ -59,7 +59,8 @@ def load(path, **options):
 
 
 def write_checkpoint(folder, config, tensors, shards=1, bfloat16=False):
-    """Writes a Hugging Face folder: keys in random order over `shards` files, matrices in bfloat16 if asked, norms in float32."""
+    """Writes a Hugging Face folder: keys in random order over `shards` files, matrices in bfloat16 if asked, norms in
+    float32."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'config.json').write_text(json.dumps(config))
     names = list(np.random.RandomState(1).permutation(sorted(tensors)))
@@ -68,5 +69,7 @@ def write_checkpoint(folder, config, tensors, shards=1, bfloat16=False):
         for name in names[i::shards]:
             narrow = bfloat16 and tensors[name].ndim == 2
             part[name] = tensors[name].astype(ml_dtypes.bfloat16) if narrow else tensors[name]
-        save_file(part, folder / (f'model-{i + 1:05d}-of-{shards:05d}.safetensors' if shards > 1 else 'model.safetensors'))
+        save_file(
+            part, folder / (f'model-{i + 1:05d}-of-{shards:05d}.safetensors' if shards > 1 else 'model.safetensors')
+        )
     return folder

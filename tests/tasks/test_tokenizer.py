@@ -47,7 +47,10 @@ def trained(scheme):
     backend.pre_tokenizer = split(scheme)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=330,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator([*TEXTS, 'hello hello world 12 345 12 345   return return'] * 3, trainer)
     return backend
@@ -112,7 +115,9 @@ def test_end_ids_of_a_folder(tmp_path):
     assert end_ids(tokenizer, plain) == (end,)
     assert end_ids(tokenizer, '') == (end,)
     assert end_ids(tokenizer, plain, ['<|endoftext|>']) == (text, end)
-    two = write_folder(tmp_path / 'two', backend, generation_config={'eos_token_id': [end, text]}, config={'eos_token_id': start})
+    two = write_folder(
+        tmp_path / 'two', backend, generation_config={'eos_token_id': [end, text]}, config={'eos_token_id': start}
+    )
     assert end_ids(tokenizer, two) == (text, end)
     one = write_folder(tmp_path / 'one', backend, generation_config={}, config={'eos_token_id': start})
     assert end_ids(tokenizer, one) == (start, end)

@@ -1,0 +1,38 @@
+"""Math RL of Qwen3-32B with the Sparrow paper's settings.
+
+    python -m sparrow_jax.train --config=configs/qwen3_32b.py --config.data.source=POLARIS.jsonl
+    --workdir=runs/qwen3_32b
+
+Needs 16 H200s (141 GB each), the checkpoint's folder in weights/Qwen3-32B (or --config.model.path=...) and a file of
+problems in the layout of Polaris-53K. `sparrow_jax.plan` predicts memory and time of a step on other machines; this
+size has not been trained to its end here. The paper did not train this size, so there is no published schedule and no
+score to expect. The budget is fixed; `sparrow_jax.calibrate` measures a schedule for it. `qwen3_32b.py:smoke` runs two
+steps of the same settings with a tiny random model, in seconds on a CPU.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, qwen3
+
+
+def get_config(arg: str = '') -> ConfigDict:
+    """The configuration; `arg` is '' or 'smoke'."""
+    c = qwen3.math_rl(
+        '32B',
+        d_model=5120,
+        layers=64,
+        query_heads=64,
+        d_ff=25600,
+        tie_embeddings=False,
+        slots=64,
+        pool_sequences=6,
+        rows=8,
+    )
+    c.schedule.kind = 'fixed'
+    # No schedule was published for this size. 893 pages, 14,288 tokens, is what the 14B table reads at its longest
+    # lengths: a guess.
+    c.schedule.budget_pages = 893
+    c.schedule.model = ''
+    c.parallel.tensor = 2
+    c.parallel.data, c.parallel.fsdp = 1, -1  # weights and optimizer are split over all devices
+    return base.finish(c, arg, 'qwen3_32b.py')

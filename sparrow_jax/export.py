@@ -1,0 +1,40 @@
+"""python -m sparrow_jax.export --workdir=W --out=DIR
+
+Writes the policy of a run's newest checkpoint as a Hugging Face folder: weights, config, tokenizer, end tokens. transformers opens it, and so does
+`model.path` of another run.
+"""
+
+import jax.numpy as jnp
+from absl import flags
+
+from sparrow_jax import commands
+from sparrow_jax.assembly import assemble, policy_params
+from sparrow_jax.config import ConfigError
+from sparrow_jax.console import Console
+from sparrow_jax.models.weights import save_hf
+from sparrow_jax.workdir import Workdir, empty_folder
+
+
+def export(workdir: str, out: str) -> int:
+    """Exports; returns the exit code."""
+    _, run = Workdir.existing(workdir)
+    folder = empty_folder(out, '--out')
+    parts = assemble(run)
+    params, step = policy_params(parts, workdir)
+    if step == 0:
+        raise ConfigError(f'--workdir={workdir}: no checkpoint there yet')
+    parts.encoder.tokenizer.save_pretrained(folder)
+    # config.json comes last: a folder without it is an interrupted export.
+    dtype = str(jnp.dtype(run.model.compute_dtype))
+    save_hf(folder, parts.shape, params, dtype, end_ids=parts.encoder.end_ids, pad_id=parts.encoder.pad_id)
+    with Console() as console:
+        console.message(f'wrote the policy after step {step} to {folder} ({dtype})')
+    return 0
+
+
+def _flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string('out', None, 'folder to write, absent or empty', flag_values=values)
+
+
+if __name__ == '__main__':
+    commands.run(export, config_required=False, define_flags=_flags)
