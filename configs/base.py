@@ -1,6 +1,7 @@
 """Every field of a run, with its unit. A model file starts from `get_config` here and changes only what differs.
 
-Any field can be overridden on the command line: `--config.rollout.temperature=0.8`. Values derived from others (slots' pages, bins,
+Any field can be overridden on the command line: `--config.rollout.temperature=0.8`.
+Values derived from others (slots' pages, bins,
 micro-batches) are derived in `sparrow_jax.config`, never stored here.
 """
 
@@ -20,7 +21,8 @@ def get_config() -> ConfigDict:
     c.model.compute_dtype = 'bfloat16'  # activations and KV cache: 'bfloat16' or 'float32'
     c.model.param_dtype = 'float32'  # master weights of the learner
     c.model.remat = True  # recompute each layer in the backward pass
-    # Used when random_weights; with `path` the checkpoint's own shape is read, and vocab_size = 0 here says "do not compare".
+    # Used when random_weights; with `path` the checkpoint's own shape is read, and vocab_size = 0 here says "do not
+    # compare".
     c.model.shape = ConfigDict()
     c.model.shape.family = 'qwen3'  # 'qwen3' (RMS norm on each query and key head) or 'llama'
     c.model.shape.vocab_size = 0
@@ -53,11 +55,17 @@ def get_config() -> ConfigDict:
     c.data.eval_examples = 256  # held-out problems; none shares its text with a training problem
     c.data.cache_dir = 'data_cache'  # where prepared data sets are written
     c.data.instruction = 'Put the final answer in \\boxed{}.'  # appended to each problem; '' = nothing
-    c.data.answer_format = 'boxed'  # where the final answer stands: 'boxed' (last \boxed{...}) or 'tag' (<answer>...</answer>)
+    c.data.answer_format = (
+        'boxed'  # where the final answer stands: 'boxed' (last \boxed{...}) or 'tag' (<answer>...</answer>)
+    )
 
     c.reward = ConfigDict()
-    c.reward.function = ''  # '' = the task's verifier; 'my_module:my_function' is called as f(problem, completion) -> float
-    c.reward.correct_threshold = 0.99  # a task's score below this counts as 0 (reasoning-gym gives partial credit for junk)
+    c.reward.function = (
+        ''  # '' = the task's verifier; 'my_module:my_function' is called as f(problem, completion) -> float
+    )
+    c.reward.correct_threshold = (
+        0.99  # a task's score below this counts as 0 (reasoning-gym gives partial credit for junk)
+    )
     c.reward.format_bonus = 0.0  # added where the answer could be extracted, correct or not
     c.reward.workers = 2  # verifier processes
     c.reward.timeout_s = 10.0  # per answer; a time-out is counted as such and scores 0
@@ -96,7 +104,9 @@ def get_config() -> ConfigDict:
     c.learner.updates_per_step = 1  # optimizer updates made of one batch of rollouts
     c.learner.rows_per_microbatch = 4  # rows of one forward/backward pass, over all data shards
     c.learner.row_tokens = 0  # tokens of a row; 0 = longest prompt + response, rounded up to 128
-    c.learner.packing = 'auto'  # 'on': several sequences a row; 'off': one a row, in length buckets; 'auto': 'off' on GPU
+    c.learner.packing = (
+        'auto'  # 'on': several sequences a row; 'off': one a row, in length buckets; 'auto': 'off' on GPU
+    )
     c.learner.head_chunk_tokens = 1024  # tokens whose logits are held at once
     c.learner.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     c.learner.clip_high = 0.28

@@ -1,10 +1,12 @@
-"""SmolLM2-135M-Instruct, a real pretrained chat model, learns sums of two to four digits in a row.
+"""RL of SmolLM2-135M-Instruct, a real pretrained chat model, on sums of two to four one-digit numbers.
 
     make model
     python -m sparrow_jax.train --config=configs/smollm2_135m.py --workdir=runs/smollm2_135m
 
-Needs `make model` (93 MB, once) and 16 GB of memory; made for one GPU, runs on CPUs for patience's sake only.
-PLACEHOLDER
+Needs `make model` (93 MB, once) and 8 GB of GPU memory; 16 GB on a CPU, where a step takes many minutes.
+Where it starts, on 32 such problems: greedy answers are right on 8 (7 of 9 with two numbers, 1 of 9 with three,
+0 of 14 with four) and 22 tokens long; sampled at temperature 1 they are right on 2, and 22 of 32 stand in a box.
+Most wrong answers stop after the first two numbers, so accuracy should grow with response length.
 `smollm2_135m.py:smoke` runs two steps of the same settings with a tiny random model, in seconds on a CPU.
 """
 
@@ -44,7 +46,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.schedule.budget_pages = 12  # with the reserved ones 15 of at most 36 pages
     c.mismatch.bin_width_tokens = 128
 
-    c.learner.rows_per_microbatch = 32
+    c.learner.rows_per_microbatch = 8
     c.optimizer.learning_rate = 3e-6
     c.evaluate.every_steps = 20
     return base.finish(c, arg, 'smollm2_135m.py')

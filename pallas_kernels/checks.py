@@ -1,4 +1,7 @@
-"""Argument checks shared by the operations: a wrong shape, dtype or page size is an error before anything is launched."""
+"""Argument checks shared by the operations: a wrong shape, dtype or page size is an error before anything is launched.
+
+They look at shapes and dtypes alone, so they also run, at no cost, while a jitted caller is traced.
+"""
 
 from collections.abc import Mapping
 
@@ -18,7 +21,8 @@ def check_shapes(op: str, arrays: Mapping[str, tuple[jax.Array, str]], **sizes: 
     bound = dict(sizes)
     for name, (array, pattern) in arrays.items():
         if array.ndim != len(pattern):
-            raise ValueError(f'{op}: {name} must have {len(pattern)} dimensions [{", ".join(pattern)}], got shape {array.shape}')
+            axes = ', '.join(pattern)
+            raise ValueError(f'{op}: {name} must have {len(pattern)} dimensions [{axes}], got shape {array.shape}')
         for axis, letter in enumerate(pattern):
             expected = int(letter) if letter.isdigit() else bound.setdefault(letter, array.shape[axis])
             if array.shape[axis] != expected:
@@ -32,8 +36,29 @@ def check_pages(op: str, page_tokens: int) -> None:
         raise ValueError(f'{op}: pages hold {page_tokens} tokens; must be one of {PAGE_TOKENS}')
 
 
+def check_heads(op: str, query_heads: int, kv_heads: int) -> None:
+    """Raises ValueError unless the query heads divide into equal groups, one a KV head."""
+    if query_heads % kv_heads:
+        raise ValueError(f'{op}: q has {query_heads} heads, not a multiple of the {kv_heads} KV heads')
+
+
 def check_integers(op: str, **arrays: jax.Array) -> None:
     """Raises ValueError unless every array is int32."""
     for name, array in arrays.items():
         if array.dtype != jnp.int32:
             raise ValueError(f'{op}: {name} must be int32, got {array.dtype}')
+
+
+def check_floats(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array is floating point."""
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f'{op}: {name} must be floating point, got {array.dtype}')
+
+
+def check_stored(op: str, pages_KP2CA: jax.Array, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array has the pool's dtype, and that is floating point."""
+    check_floats(op, pages_KP2CA=pages_KP2CA)
+    for name, array in arrays.items():
+        if array.dtype != pages_KP2CA.dtype:
+            raise ValueError(f'{op}: {name} must have the dtype of pages_KP2CA, {pages_KP2CA.dtype}, got {array.dtype}')

@@ -1,7 +1,7 @@
 """Reinforcement learning of reasoning models with block-sparse rollouts.
 
-Prompts go to the sampler (sparse attention), its answers to the verifiers, its tokens to the dense policy, and the policy's update back
-to the sampler. `sparrow_jax.train` is that loop.
+Prompts go to the sampler (sparse attention), its answers to the verifiers, its tokens to the dense policy, and the
+policy's update back to the sampler. `sparrow_jax.train` is that loop.
 
 Key of the shape suffixes in names (`q_BTHA` is `[sequences, tokens, query heads, head dim]`):
     B sequences        T query tokens       S cached tokens     D model width      H query heads     K KV heads

@@ -1,7 +1,8 @@
 """The parts of a run, made from its configuration: mesh, decoder, tokenizer, schedule, sampler.
 
-Every command starts here, so that a setting means the same in all of them, and so that what cannot work (missing weights, a vocabulary that does
-not fit, a schedule of another page size, too little memory) is said before anything large is read.
+Every command starts here, so that a setting means the same in all of them, and so that what cannot work (missing
+weights, a vocabulary that does not fit, a schedule of another page size, too little memory) is said before anything
+large is read.
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ class Parts:
         shape: of the decoder.
         encoder: prompts and answers, text to ids and back.
         schedule: budgets of the sparse sampler.
-        learner_graph, sampler_graph: the decoder's structure with and without recomputation in the backward pass; both take the same weights.
+        learner_graph, sampler_graph: the decoder's structure with and without recomputation in the backward pass;
+            both take the same weights.
         memory_bytes: estimated bytes per device, by part.
     """
 
@@ -52,7 +54,7 @@ class Parts:
     def abstract_params(self) -> nnx.State:
         """Shapes, dtypes and learner shardings of the weights; nothing is allocated."""
         _, params = abstract_decoder(self.shape, **self._options())
-        place = lambda x, axes: jax.ShapeDtypeStruct(  # noqa: E731
+        place = lambda x, axes: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=meshes.weight_sharding(self.mesh, axes, x.shape, meshes.LEARNER_RULES)
         )
         leaves = [
@@ -70,7 +72,7 @@ class Parts:
         abstract = self.abstract_params()
         if not self.run.model.random_weights:
             return load_params(self.run.model.path, abstract)
-        make = lambda: init_decoder(self.shape, self.run.seed, **self._options())[1]  # noqa: E731
+        make = lambda: init_decoder(self.shape, self.run.seed, **self._options())[1]
         return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
     def engine(self) -> Engine:
@@ -99,7 +101,8 @@ def assemble(run: RunConfig) -> Parts:
     longest = run.rollout.max_prompt_tokens + run.rollout.max_response_tokens
     if longest > shape.max_positions:
         raise ConfigError(
-            f'rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model knows {shape.max_positions} positions; '
+            f'rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model knows '
+            f'{shape.max_positions} positions; '
             f'set rollout.max_response_tokens to at most {shape.max_positions - run.rollout.max_prompt_tokens}'
         )
     schedule = load_schedule(run.schedule, run.rollout, shape.layers)
@@ -118,7 +121,8 @@ def assemble(run: RunConfig) -> Parts:
 
 
 def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:
-    """The weights of a run's newest checkpoint with its step, or the start weights with step 0 where there is none (or no workdir).
+    """The weights of a run's newest checkpoint with its step, or the start weights with step 0 where there is none
+    (or no workdir).
 
     Reads only: the run may still be training.
 
@@ -130,7 +134,9 @@ def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:
         return parts.start_params(), 0
     opened, trained = Workdir.existing(workdir)
     if trained.model.shape != parts.run.model.shape or trained.model.random_weights != parts.run.model.random_weights:
-        raise ConfigError(f'--workdir={workdir}: its run trains another model than --config; give the config that it was started with')
+        raise ConfigError(
+            f'--workdir={workdir}: its run trains another model than --config; give the config that it was started with'
+        )
     if not opened.checkpoints.is_dir():
         return parts.start_params(), 0
     with Checkpoints(opened.checkpoints, read_only=True) as checkpoints:
@@ -138,7 +144,7 @@ def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:
         if step is None:
             return parts.start_params(), 0
         # A learner state without its other parts: only the weights are read.
-        wanted = LearnerState(parts.abstract_params(), None, None)  # type: ignore[arg-type]
+        wanted = LearnerState(parts.abstract_params(), None, None)
         restored, _ = checkpoints.restore(step, wanted, partial=True)
         return restored.params, step
 

@@ -1,8 +1,9 @@
 """The frozen, validated form of a run's configuration.
 
-`configs/*.py` give an ml_collections ConfigDict (see `configs/base.py` for the meaning and unit of every field); `resolve` turns it into
-`RunConfig`, once, at the start of each command. No ConfigDict goes further than this file. Checks that need a checkpoint or a data file
-stand where those are read; everything that can be known from the fields alone is checked here, before any weight is read.
+`configs/*.py` give an ml_collections ConfigDict (see `configs/base.py` for the meaning and unit of every field);
+`resolve` turns it into `RunConfig`, once, at the start of each command. No ConfigDict goes further than this file.
+Checks that need a checkpoint or a data file stand where those are read; everything that can be known from the fields
+alone is checked here, before any weight is read.
 """
 
 import dataclasses
@@ -252,7 +253,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         return dict(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if kind is int and isinstance(value, bool) or not isinstance(value, kind):
+    if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
         raise ConfigError(f'{name}={value!r}: must be of type {kind.__name__}')
     return value
 
@@ -274,7 +275,12 @@ def validate(run: RunConfig) -> None:
     one_of('model.param_dtype', run.model.param_dtype, DTYPES)
     shape = run.model.shape
     if run.model.random_weights:
-        need(not run.model.path, 'model.path', run.model.path, 'is set beside model.random_weights=True; keep one of them')
+        need(
+            not run.model.path,
+            'model.path',
+            run.model.path,
+            'is set beside model.random_weights=True; keep one of them',
+        )
         one_of('model.shape.family', shape.family, ('qwen3', 'llama'))
         for field in ('vocab_size', 'd_model', 'layers', 'query_heads', 'kv_heads', 'head_dim', 'd_ff'):
             value = getattr(shape, field)
@@ -287,36 +293,84 @@ def validate(run: RunConfig) -> None:
         )
         need(shape.head_dim % 2 == 0, 'model.shape.head_dim', shape.head_dim, 'must be even (rotary embedding)')
     else:
-        need(bool(run.model.path), 'model.path', '', 'set it to a checkpoint folder or .gguf file (or set model.random_weights=True)')
+        need(
+            bool(run.model.path),
+            'model.path',
+            '',
+            'set it to a checkpoint folder or .gguf file (or set model.random_weights=True)',
+        )
 
-    for field in ('prompts_per_step', 'samples_per_prompt', 'slots', 'max_prompt_tokens', 'max_response_tokens', 'segment_steps', 'prefill_rows'):
+    for field in (
+        'prompts_per_step',
+        'samples_per_prompt',
+        'slots',
+        'max_prompt_tokens',
+        'max_response_tokens',
+        'segment_steps',
+        'prefill_rows',
+    ):
         need(getattr(r, field) > 0, f'rollout.{field}', getattr(r, field), 'must be positive')
-    need(8 <= r.page_tokens <= 128 and r.page_tokens & (r.page_tokens - 1) == 0, 'rollout.page_tokens', r.page_tokens, 'must be a power of two from 8 to 128')
+    need(
+        8 <= r.page_tokens <= 128 and r.page_tokens & (r.page_tokens - 1) == 0,
+        'rollout.page_tokens',
+        r.page_tokens,
+        'must be a power of two from 8 to 128',
+    )
     need(
         r.pool_pages == 0 or r.pool_pages >= r.pages_per_sequence,
         'rollout.pool_pages',
         r.pool_pages,
-        f'cannot hold one longest sequence, which needs {r.pages_per_sequence} pages; use 0 for a pool that fits every slot',
+        f'cannot hold one longest sequence, which needs {r.pages_per_sequence} pages; 0 makes the pool fit',
     )
-    need(r.temperature > 0, 'rollout.temperature', r.temperature, 'must be positive: training samples from the full softmax')
+    need(
+        r.temperature > 0,
+        'rollout.temperature',
+        r.temperature,
+        'must be positive: training samples from the full softmax',
+    )
 
     one_of('schedule.kind', s.kind, SCHEDULE_KINDS)
-    need(s.reserved_first_pages >= 1, 'schedule.reserved_first_pages', s.reserved_first_pages, 'must be at least 1: the first page holds the attention sink')
-    need(s.reserved_last_pages >= 1, 'schedule.reserved_last_pages', s.reserved_last_pages, 'must be at least 1: the page being written has no landmark yet')
+    need(
+        s.reserved_first_pages >= 1,
+        'schedule.reserved_first_pages',
+        s.reserved_first_pages,
+        'must be at least 1: the first page holds the attention sink',
+    )
+    need(
+        s.reserved_last_pages >= 1,
+        'schedule.reserved_last_pages',
+        s.reserved_last_pages,
+        'must be at least 1: the page being written has no landmark yet',
+    )
     need(all(i >= 0 for i in s.dense_layers), 'schedule.dense_layers', s.dense_layers, 'layer numbers start at 0')
     if run.model.random_weights:
-        need(all(i < shape.layers for i in s.dense_layers), 'schedule.dense_layers', s.dense_layers, f'the model has {shape.layers} layers')
+        need(
+            all(i < shape.layers for i in s.dense_layers),
+            'schedule.dense_layers',
+            s.dense_layers,
+            f'the model has {shape.layers} layers',
+        )
     if s.kind == 'fixed':
         need(s.budget_pages >= 1, 'schedule.budget_pages', s.budget_pages, 'must be at least 1')
     if s.kind == 'file':
         need(bool(s.path), 'schedule.path', '', "schedule.kind='file' needs the path of a schedule.json")
 
     need(run.mismatch.every_steps >= 0, 'mismatch.every_steps', run.mismatch.every_steps, 'must not be negative')
-    need(run.mismatch.bin_width_tokens > 0, 'mismatch.bin_width_tokens', run.mismatch.bin_width_tokens, 'must be positive')
+    need(
+        run.mismatch.bin_width_tokens > 0,
+        'mismatch.bin_width_tokens',
+        run.mismatch.bin_width_tokens,
+        'must be positive',
+    )
     need(run.mismatch.floor_sequences > 0, 'mismatch.floor_sequences', run.mismatch.floor_sequences, 'must be positive')
 
     one_of('learner.advantage', le.advantage, ALGORITHM_ADVANTAGES)
-    need(run.phase != 'rl' or r.samples_per_prompt > 1, 'rollout.samples_per_prompt', r.samples_per_prompt, f'{le.advantage} compares the samples of a prompt: set at least 2')
+    need(
+        run.phase != 'rl' or r.samples_per_prompt > 1,
+        'rollout.samples_per_prompt',
+        r.samples_per_prompt,
+        f'{le.advantage} compares the samples of a prompt: set at least 2',
+    )
     need(le.updates_per_step >= 1, 'learner.updates_per_step', le.updates_per_step, 'must be at least 1')
     need(
         r.prompts_per_step % le.updates_per_step == 0,
@@ -327,7 +381,12 @@ def validate(run: RunConfig) -> None:
     need(le.rows_per_microbatch >= 1, 'learner.rows_per_microbatch', le.rows_per_microbatch, 'must be at least 1')
     one_of('learner.packing', le.packing, ('on', 'off', 'auto'))
     longest = r.max_prompt_tokens + r.max_response_tokens
-    need(run.row_tokens >= longest, 'learner.row_tokens', le.row_tokens, f'must hold the longest prompt + response, {longest} tokens (0 sets it)')
+    need(
+        run.row_tokens >= longest,
+        'learner.row_tokens',
+        le.row_tokens,
+        f'must hold the longest prompt + response, {longest} tokens (0 sets it)',
+    )
     need(0 <= le.clip_low < 1, 'learner.clip_low', le.clip_low, 'must be in [0, 1)')
     need(le.clip_high >= 0, 'learner.clip_high', le.clip_high, 'must not be negative')
     need(le.tis_cap >= 0, 'learner.tis_cap', le.tis_cap, 'must not be negative (0 = no correction)')
@@ -336,7 +395,9 @@ def validate(run: RunConfig) -> None:
     need(o.learning_rate >= 0, 'optimizer.learning_rate', o.learning_rate, 'must not be negative')
     need(o.max_grad_norm > 0, 'optimizer.max_grad_norm', o.max_grad_norm, 'must be positive')
 
-    need(bool(run.data.source), 'data.source', '', "set 'reasoning_gym:<task>' or the path of a .jsonl or .parquet file")
+    need(
+        bool(run.data.source), 'data.source', '', "set 'reasoning_gym:<task>' or the path of a .jsonl or .parquet file"
+    )
     one_of('data.layout', run.data.layout, LAYOUTS)
     one_of('data.answer_format', run.data.answer_format, ('boxed', 'tag'))
     try:

@@ -1,7 +1,8 @@
 """python -m sparrow_jax.evaluate --config=... --workdir=W
 
-avg@k and unbiased pass@k on the held-out problems, by the dense and by the sparse sampler side by side. Judges the policy of W's newest checkpoint,
-or the start weights where W holds no run. Results go to W/evaluation.jsonl, answers to W/evaluation_samples.jsonl.
+avg@k and unbiased pass@k on the held-out problems, by the dense and by the sparse sampler side by side. Judges the
+policy of W's newest checkpoint, or the start weights where W holds no run. Results go to W/evaluation.jsonl, answers
+to W/evaluation_samples.jsonl.
 """
 
 import json
@@ -40,7 +41,14 @@ def evaluate_run(run: RunConfig, workdir: str) -> int:
                 console.status(f'{sampler} sampler', done=progress.finished, total=progress.total, unit='answers')
 
             outcome = evaluate(
-                parts, engine, weights, verifier, problems, sampling=sampling, samples=run.evaluate.samples, on_progress=show
+                parts,
+                engine,
+                weights,
+                verifier,
+                problems,
+                sampling=sampling,
+                samples=run.evaluate.samples,
+                on_progress=show,
             )
             rows[sampler] = outcome.metrics(parts, sampler, sampling.sparse)
             if jax.process_index() == 0:
@@ -74,14 +82,15 @@ def _table(run: RunConfig, model: str, step: int, rows: dict[str, dict[str, floa
     k = run.evaluate.samples
     facts = {'policy': f'after step {step}' if step else f'start weights ({model or "random"})'}
     for sampler, metrics in rows.items():
-        get = lambda name: metrics[f'{sampler}/{name}']  # noqa: B023, E731
+        get = lambda name: metrics[f'{sampler}/{name}']  # noqa: B023
         parts = [f'avg@{k} {get("accuracy"):.3f} ± {get("accuracy_stderr"):.3f}']
         parts += [f'pass@{j} {get(f"pass@{j}"):.3f}' for j in (2, 4, 8, 16, 32, 64) if f'{sampler}/pass@{j}' in metrics]
         parts += [f'format valid {get("format_valid"):.1%}', f'{get("response_length/mean"):.0f} tokens']
         if sampler == 'sparse':
             parts.append(f'{get("kv_read_fraction"):.0%} of the KV read')
         facts[f'{sampler} sampler'] = ', '.join(parts)
-    facts['problems'] = f'{rows["dense"]["dense/problems"]:.0f} held out, temperature {run.evaluate.temperature}, top-p {run.evaluate.top_p}'
+    count, how = rows['dense']['dense/problems'], run.evaluate
+    facts['problems'] = f'{count:.0f} held out, temperature {how.temperature}, top-p {how.top_p}'
     facts['written'] = f'{folder}/evaluation.jsonl, {folder}/evaluation_samples.jsonl'
     return facts
 

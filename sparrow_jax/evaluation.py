@@ -1,4 +1,6 @@
-"""Accuracy on held-out problems: sampling, verifying and counting, for training's checks and for the evaluate command."""
+"""Accuracy on held-out problems: sampling, verifying and counting, for training's checks and for the evaluate
+command.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -33,7 +35,9 @@ class Evaluation:
         lengths = length_metrics(self.prompt_tokens, self.responses)
         metrics = {
             f'{prefix}/accuracy': float(by_problem.mean()),
-            f'{prefix}/accuracy_stderr': float(by_problem.std(ddof=1) / len(by_problem) ** 0.5) if len(by_problem) > 1 else 0.0,
+            f'{prefix}/accuracy_stderr': float(by_problem.std(ddof=1) / len(by_problem) ** 0.5)
+            if len(by_problem) > 1
+            else 0.0,
             f'{prefix}/format_valid': float(np.mean([s.format_valid for s in self.scores])),
             f'{prefix}/response_length/mean': lengths['response_length/mean'],
             f'{prefix}/response_length/clip_ratio': lengths['response_length/clip_ratio'],
@@ -76,7 +80,9 @@ def evaluate(
     if not kept:
         return Evaluation([], samples, [], [], [], [], len(problems))
     requests = [
-        Request(ids, i, sample, rollout.max_response_tokens) for i, ids in enumerate(encoded) for sample in range(samples)
+        Request(ids, i, sample, rollout.max_response_tokens)
+        for i, ids in enumerate(encoded)
+        for sample in range(samples)
     ]
     key = jax.random.fold_in(jax.random.key(parts.run.seed), EVALUATION_STREAM)
     responses = engine.generate(weights, requests, run_key=key, step=0, sampling=sampling, on_progress=on_progress)

@@ -1,7 +1,7 @@
 """python -m sparrow_jax.export --workdir=W --out=DIR
 
-Writes the policy of a run's newest checkpoint as a Hugging Face folder: weights, config, tokenizer, end tokens. transformers opens it, and so does
-`model.path` of another run.
+Writes the policy of a run's newest checkpoint as a Hugging Face folder: weights, config, tokenizer, end tokens.
+transformers opens it, and so does `model.path` of another run.
 """
 
 import jax.numpy as jnp

@@ -49,8 +49,9 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     )
     seconds = time.perf_counter() - began
     stream.end()
-    facts = f'{len(response.tokens)} tokens, {len(response.tokens) / seconds:,.0f} tokens/s, finish reason {response.finish_reason}'
-    if sampling.sparse and len(response.tokens) > 1:
+    tokens = len(response.tokens)
+    facts = f'{tokens} tokens, {tokens / seconds:,.0f} tokens/s, finish reason {response.finish_reason}'
+    if sampling.sparse and tokens > 1:
         reads = read_metrics(parts.schedule, parts.shape.layers, [len(ids)], [response])
         facts += f', read {reads["sparse/kv_read_fraction"]:.0%} of the dense KV bytes'
     print(facts, file=sys.stderr)

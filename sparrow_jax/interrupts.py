@@ -8,9 +8,11 @@ from typing import Self
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into KeyboardInterrupt, held back inside `deferred`. A context manager, for the main thread.
+    """Turns SIGINT and SIGTERM into KeyboardInterrupt, held back inside `deferred`. A context manager, for the main
+    thread.
 
-    A second signal while the first is held back is raised at once: the person means it. State is then half changed, and `forced` says so.
+    A second signal while the first is held back is raised at once: the person means it. State is then half changed,
+        and `forced` says so.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ class Interrupts:
             self._pending = False
             raise KeyboardInterrupt
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _heard(self, _number: int, _frame: FrameType | None) -> None:
         if self._held and not self._pending:
             self._pending = True
             return

@@ -1,4 +1,6 @@
-"""Numbers of a step, from what the rollout, the verifiers and the learner returned. Pure functions; names as in the metrics files."""
+"""Numbers of a step, from what the rollout, the verifiers and the learner returned. Pure functions; names as in the
+metrics files.
+"""
 
 from collections.abc import Sequence
 
@@ -39,7 +41,9 @@ def length_metrics(prompt_tokens: Sequence[int], responses: Sequence[Response]) 
 def read_metrics(
     schedule: Schedule, layers: int, prompt_tokens: Sequence[int], responses: Sequence[Response]
 ) -> dict[str, float]:
-    """How much of the cache the sampler read. prompt_tokens: of each response. The first token is prefill's and left out."""
+    """How much of the cache the sampler read. prompt_tokens: of each response. The first token is prefill's and left
+    out.
+    """
     lengths = [n + np.arange(1, len(r.tokens)) for n, r in zip(prompt_tokens, responses, strict=True)]
     read = np.concatenate([r.pages_read[1:] for r in responses])
     reserved = schedule.reserved_pages
@@ -53,7 +57,9 @@ def read_metrics(
 def mismatch_metrics(
     scored: Sequence[tuple[Rows, Scores]], bin_width_tokens: int, min_count: int
 ) -> tuple[dict[str, float], TailSummary]:
-    """Exact and top-20 alpha of the sampled tokens, all together and by cached length; the first token of each response is left out."""
+    """Exact and top-20 alpha of the sampled tokens, all together and by cached length; the first token of each
+    response is left out.
+    """
     alpha, top20, lengths = [], [], []
     for rows, scores in scored:
         keep = (np.asarray(rows.mask_BT) > 0) & ~np.asarray(rows.first_BT)
@@ -83,7 +89,8 @@ def entropy_metric(scored: Sequence[tuple[Rows, Scores]]) -> dict[str, float]:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Unbiased chance that at least one of k answers is correct, given `correct` of `samples` (arXiv 2107.03374, eq. 1).
+    """Unbiased chance that at least one of k answers is correct, given `correct` of `samples` (arXiv 2107.03374, eq.
+    1).
 
     1 - C(n - c, k) / C(n, k).
     """

@@ -1,343 +1,36 @@
 """python -m sparrow_jax.train --config=configs/X.py[:args] [--config.field=value ...] --workdir=W
 
-The loop: prompts -> rollout (sparse sampler) -> rewards -> dense log-probs -> advantages -> policy update -> weights to the sampler. Everything
-that a step computes is a function of (configuration, step, learner state, data position), so that a run killed at any moment repeats itself
-exactly from its last checkpoint.
+The loop: prompts -> rollout (sparse sampler) -> rewards -> dense log-probs -> advantages -> policy update -> weights
+    to the sampler. Everything
+that a step computes is a function of (configuration, step, learner state, data position), so that a run killed at
+any moment repeats itself exactly from its last checkpoint.
 """
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
-import numpy as np
-from flax import nnx
 
 from sparrow_jax import commands, memory
 from sparrow_jax.assembly import Parts, assemble
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import RunConfig
 from sparrow_jax.console import RL_COLUMNS, SUPERVISED_COLUMNS, Console
-from sparrow_jax.evaluation import evaluate
 from sparrow_jax.interrupts import Interrupts
-from sparrow_jax.learner.advantages import ADVANTAGES
-from sparrow_jax.learner.learner import Learner, LearnerState, Scores
-from sparrow_jax.learner.rows import Rows, Sample, micro_batches
-from sparrow_jax.measures import entropy_metric, length_metrics, mismatch_metrics, read_metrics, reward_metrics
 from sparrow_jax.metrics import CompileCounter, MetricsWriter
-from sparrow_jax.rollout.engine import Engine, Progress, Request, Response, Sampling
-from sparrow_jax.tasks.problems import Problem, ProblemSet, load_problems
-from sparrow_jax.tasks.prompts import take_prompts
 from sparrow_jax.tasks.verifiers import Verifier
-from sparrow_jax.tasks.worked import worked_solution
+from sparrow_jax.trainer import Trainer
 from sparrow_jax.workdir import Workdir
-
-
-@dataclasses.dataclass
-class Position:
-    """Where a run stands in its data: part of every checkpoint."""
-
-    step: int = 0  # steps done
-    problem: int = 0  # next position in the endless, shuffled order of training problems
-    skipped_overlong: int = 0  # prompts left out so far
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What one step's updates are made from.
-
-    Attributes:
-        updates: micro-batches of each optimizer update.
-        logp_old: dense log-probs of each micro-batch, in the same order; None in supervised training.
-        metrics: of the step so far.
-        answers: rows for samples.jsonl.
-    """
-
-    updates: list[list[Rows]]
-    logp_old: list[jax.Array] | None
-    metrics: dict[str, float]
-    answers: list[dict]
-
-
-class Trainer:
-    """One run: its parts, its state, and the steps over them."""
-
-    def __init__(self, parts: Parts, verifier: Verifier, console: Console):
-        self.parts, self.run, self.verifier, self.console = parts, parts.run, verifier, console
-        self.train_set: ProblemSet = load_problems(self.run.data, 'train')
-        self.held_out: ProblemSet = load_problems(self.run.data, 'held_out')
-        self.engine: Engine = parts.engine()
-        self.learner = Learner(
-            parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model
-        )
-        self.key = jax.random.key(self.run.seed)
-        self.position = Position()
-        self.state: LearnerState | None = None
-        self.reference: nnx.State | None = None
-        self.timings: dict[str, float] = {}
-
-    # ------------------------------------------------------------------ state
-
-    def start(self, checkpoints: Checkpoints) -> int | None:
-        """Takes up the newest checkpoint, or the start weights; returns the checkpoint's step."""
-        step = checkpoints.latest_step()
-        if step is None or self.run.learner.kl_coef:
-            start_params = self.parts.start_params()
-            self.reference = start_params if self.run.learner.kl_coef else None
-        if step is None:
-            self.state = self.learner.init(start_params)
-            return None
-        self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
-        self.position = Position(**facts['position'])
-        return step
-
-    def save(self, checkpoints: Checkpoints) -> None:
-        checkpoints.save(self.position.step, self.state, {'position': dataclasses.asdict(self.position)})
-
-    def warm_up(self) -> None:
-        """Compiles everything that the run will need, so that nothing compiles later."""
-        run = self.run
-        self.console.status('compiling')
-        samplings = {self.evaluation_sampling()} if run.evaluate.every_steps >= 0 else set()
-        keep_hidden = {False}
-        if run.phase == 'rl':
-            keep_hidden = {self.measured(step) for step in range(1, run.steps + 1)}
-            samplings |= {self.sampling(keep) for keep in keep_hidden}
-            if run.mismatch.floor_every_steps:
-                samplings.add(self.floor_sampling())
-                keep_hidden.add(True)
-        weights = self.engine.weights(self.state.params)
-        self.engine.warm_up(weights, sorted(samplings, key=repr), lambda what: self.console.status('compiling', what))
-        self.console.status('compiling', 'learner')
-        self.state = self.learner.warm_up(self.state, keep_hidden=sorted(keep_hidden))
-
-    # ------------------------------------------------------------------ what a step does when
-
-    def measured(self, step: int) -> bool:
-        every = self.run.mismatch.every_steps
-        return bool(every) and step % every == 0
-
-    def floored(self, step: int) -> bool:
-        every = self.run.mismatch.floor_every_steps
-        return bool(every) and (step == 1 or step % every == 0)
-
-    def evaluated(self, step: int) -> bool:
-        every = self.run.evaluate.every_steps
-        return every >= 0 and (step in (0, self.run.steps) or (every > 0 and step % every == 0))
-
-    def sampling(self, keep_hidden: bool) -> Sampling:
-        return Sampling(self.run.rollout.temperature, keep_hidden=keep_hidden)
-
-    def floor_sampling(self) -> Sampling:
-        return Sampling(self.run.rollout.temperature, sparse=False, keep_hidden=True)
-
-    def evaluation_sampling(self) -> Sampling:
-        # Where every step keeps hidden states, the floor's compiled sampler serves here too.
-        keep = self.run.phase == 'rl' and self.run.mismatch.every_steps == 1
-        return Sampling(self.run.evaluate.temperature, self.run.evaluate.top_p, sparse=False, keep_hidden=keep)
-
-    # ------------------------------------------------------------------ steps
-
-    def prepare_rl(self) -> 'Prepared':
-        """Everything of a step of reinforcement learning up to the update: prompts, rollout, rewards, dense log-probs, advantages."""
-        step = self.position.step + 1
-        problems, prompts = self.next_prompts()
-        responses, requests = self.sample(step, prompts)
-        repeated = [p for p in problems for _ in range(self.run.rollout.samples_per_prompt)]
-        completions = [self.parts.encoder.decode(r.tokens) for r in responses]
-        with self.timed('reward', 'verifying'):
-            scores = self.verifier.score(repeated, completions)
-        rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
-        advantages = np.asarray(ADVANTAGES[self.run.learner.advantage](rewards)).reshape(-1)
-        samples = [
-            Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, float(a), r.hidden)
-            for q, r, a in zip(requests, responses, advantages, strict=True)
-        ]
-        updates = self.make_updates(samples)
-        scored = self.score([rows for update in updates for rows in update])
-        prompt_tokens = [len(q.prompt_ids) for q in requests]
-        metrics = {
-            **reward_metrics(scores),
-            'critic/advantages/mean': float(advantages.mean()),
-            'critic/groups_with_signal': float((rewards.std(axis=1) > 0).mean()),
-            **length_metrics(prompt_tokens, responses),
-            **entropy_metric(scored),
-            **read_metrics(self.parts.schedule, self.parts.shape.layers, prompt_tokens, responses),
-        }
-        if self.measured(step):
-            metrics.update(self.mismatch(scored))
-        if self.floored(step):
-            metrics['sparse/alpha_floor_p05'] = self.floor(step, requests)
-        metrics['perf/total_num_tokens'] = float(sum(s.tokens for s in samples))
-        rows = [
-            {
-                'prompt': self.parts.encoder.decode(q.prompt_ids),
-                'completion': text,
-                'answer': problem.answer,
-                'reward': score.reward,
-                'finish_reason': r.finish_reason,
-                'tokens': len(r.tokens),
-            }
-            for q, text, problem, score, r in zip(requests, completions, repeated, scores, responses, strict=True)
-        ]
-        return Prepared(updates, [scores.logp_BT for _, scores in scored], metrics, rows[: self.run.log.samples_per_step])
-
-    def prepare_supervised(self) -> 'Prepared':
-        """A batch of worked solutions."""
-        start = self.position.problem
-        count = self.run.rollout.prompts_per_step
-        samples = []
-        for position in range(start, start + count):
-            problem = self.train_set.at(position)
-            prompt, response = self.parts.encoder.encode_worked(problem, worked_solution(problem, self.run.seed))
-            samples.append(Sample(np.asarray(prompt), np.asarray(response)))
-        self.position.problem += count
-        updates = self.make_updates(samples)
-        metrics = {
-            'perf/total_num_tokens': float(sum(s.tokens for s in samples)),
-            'response_length/mean': float(np.mean([len(s.response_ids) for s in samples])),
-        }
-        return Prepared(updates, None, metrics, [])
-
-    def next_prompts(self) -> tuple[list[Problem], list[list[int]]]:
-        rollout = self.run.rollout
-        taken = take_prompts(
-            self.train_set, self.parts.encoder, self.position.problem, rollout.prompts_per_step, rollout.max_prompt_tokens
-        )
-        self.position.problem = taken.next_position
-        self.position.skipped_overlong += taken.skipped
-        return list(taken.problems), list(taken.prompt_ids)
-
-    def sample(self, step: int, prompts: list[list[int]]) -> tuple[list[Response], list[Request]]:
-        rollout = self.run.rollout
-        requests = [
-            Request(ids, i, sample, rollout.max_response_tokens)
-            for i, ids in enumerate(prompts)
-            for sample in range(rollout.samples_per_prompt)
-        ]
-        with self.timed('gen', 'sampling'):
-            responses = self.engine.generate(
-                self.engine.weights(self.state.params),
-                requests,
-                run_key=self.key,
-                step=step,
-                sampling=self.sampling(self.measured(step)),
-                on_progress=self.show_progress('sampling'),
-            )
-        return responses, requests
-
-    def make_updates(self, samples: list[Sample]) -> list[list[Rows]]:
-        """The micro-batches of each optimizer update of the step; groups stay whole."""
-        updates = self.run.learner.updates_per_step
-        size = len(samples) // updates
-        return [micro_batches(samples[i * size : (i + 1) * size], self.learner.layout) for i in range(updates)]
-
-    def score(self, rows: list[Rows]) -> list[tuple[Rows, Scores]]:
-        """Dense log-probs of the sampled tokens (and acceptance, where hidden states were kept)."""
-        with self.timed('old_log_prob', 'scoring'):
-            scored = []
-            for i, one in enumerate(rows):
-                self.console.status('scoring', done=i, total=len(rows))
-                scored.append((one, self.learner.score(self.state.params, self.learner.device(one))))
-            jax.block_until_ready(scored[-1][1].logp_BT)
-        return scored
-
-    def mismatch(self, scored: list[tuple[Rows, Scores]]) -> dict[str, float]:
-        config = self.run.mismatch
-        metrics, tail = mismatch_metrics(scored, config.bin_width_tokens, config.min_count)
-        if tail.bins_too_small:
-            self.console.notice_once(
-                f'length bins with fewer than mismatch.min_count={config.min_count} tokens have no p05; '
-                'sparse/bins_below_min_count counts them'
-            )
-        return metrics
-
-    def floor(self, step: int, requests: list[Request]) -> float:
-        """p05 of alpha between the decode path with all pages and the learner: what numerical differences alone cost."""
-        with self.timed('floor', 'measuring the dense floor'):
-            few = requests[: self.run.mismatch.floor_sequences]
-            responses = self.engine.generate(
-                self.engine.weights(self.state.params), few, run_key=self.key, step=step, sampling=self.floor_sampling()
-            )
-            samples = [
-                Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, 0.0, r.hidden) for q, r in zip(few, responses, strict=True)
-            ]
-            rows = micro_batches(samples, self.learner.layout)
-            scored = [(one, self.learner.score(self.state.params, self.learner.device(one))) for one in rows]
-            _, tail = mismatch_metrics(scored, self.run.mismatch.bin_width_tokens, self.run.mismatch.min_count)
-        return tail.p05
-
-    def update(self, prepared: 'Prepared') -> dict[str, float]:
-        """The step's optimizer updates; metrics are means over them. Not to be interrupted: the old state is gone."""
-        collected: list[dict[str, float]] = []
-        logp_old = iter(prepared.logp_old or [])
-        with self.timed('update_actor', 'learning'):
-            for update in prepared.updates:
-                batches = []
-                for rows in update:
-                    on_device = self.learner.device(dataclasses.replace(rows, hidden_BTD=rows.hidden_BTD[..., :0]))
-                    logp_old_BT = logp_reference_BT = next(logp_old, on_device.logp_actor_BT)
-                    if self.reference is not None:
-                        logp_reference_BT = self.learner.score(self.reference, on_device).logp_BT
-                    batches.append((on_device, logp_old_BT, logp_reference_BT))
-                tokens = sum(rows.response_tokens for rows in update)
-                self.state, metrics = self.learner.update(self.state, self.shown(batches), tokens)
-                collected.append(metrics)
-        return {name: float(np.mean([m[name] for m in collected])) for name in collected[0]}
-
-    def shown(self, batches: list) -> Iterator:
-        for i, batch in enumerate(batches):
-            self.console.status('learning', done=i, total=len(batches))
-            yield batch
-
-    def evaluation(self) -> dict[str, float]:
-        """Accuracy of the dense policy on the held-out problems."""
-        with self.timed('testing', 'evaluating'):
-            outcome = evaluate(
-                self.parts,
-                self.engine,
-                self.engine.weights(self.state.params),
-                self.verifier,
-                [self.held_out[i] for i in range(len(self.held_out))],
-                sampling=self.evaluation_sampling(),
-                samples=self.run.evaluate.samples,
-                on_progress=self.show_progress('evaluating'),
-            )
-        metrics = outcome.metrics(self.parts, 'val', sparse=False)
-        self.console.message(
-            f'held-out accuracy {metrics["val/accuracy"]:.3f} ± {metrics["val/accuracy_stderr"]:.3f} '
-            f'({metrics["val/problems"]:.0f} problems, format valid {metrics["val/format_valid"]:.1%}, '
-            f'{metrics["val/response_length/mean"]:.0f} tokens) after step {self.position.step}'
-        )
-        return metrics
-
-    # ------------------------------------------------------------------ what is seen
-
-    @contextmanager
-    def timed(self, name: str, phase: str) -> Iterator[None]:
-        self.console.status(phase)
-        start = time.perf_counter()
-        yield
-        self.timings[f'timing_s/{name}'] = self.timings.get(f'timing_s/{name}', 0.0) + time.perf_counter() - start
-
-    def show_progress(self, phase: str):
-        start = time.perf_counter()
-
-        def show(progress: Progress) -> None:
-            rate = progress.tokens / max(time.perf_counter() - start, 1e-9)
-            self.console.status(phase, f'{rate:,.0f} tok/s', done=progress.finished, total=progress.total, unit='finished')
-
-        return show
 
 
 def train(run: RunConfig, workdir_path: str) -> int:
     """Trains to `run.steps`; returns the exit code."""
     parts = assemble(run)
     columns = RL_COLUMNS if run.phase == 'rl' else SUPERVISED_COLUMNS
+    primary = jax.process_index() == 0
     with (
-        Workdir.open(workdir_path, run, 'train') as workdir,
-        Console(run.steps, columns) as console,
+        Workdir.open(workdir_path, run, 'train', primary=primary) as workdir,
+        Console(run.steps, columns, quiet=not primary) as console,
         CompileCounter() as compiles,
         Verifier(run.reward, run.data, prompt_opens_think=parts.encoder.opens_think) as verifier,
         Checkpoints(workdir.checkpoints, run.checkpoint.keep) as checkpoints,
@@ -359,7 +52,14 @@ def train(run: RunConfig, workdir_path: str) -> int:
                 return 130
 
 
-def _steps(trainer, writer, checkpoints, compiles, interrupts, workdir) -> int:
+def _steps(
+    trainer: Trainer,
+    writer: MetricsWriter,
+    checkpoints: Checkpoints,
+    compiles: CompileCounter,
+    interrupts: Interrupts,
+    workdir: Workdir,
+) -> int:
     run, console, position = trainer.run, trainer.console, trainer.position
     if position.step >= run.steps:
         console.message(f'this run has all of its {run.steps} steps; raise --config.steps to go on')
@@ -404,7 +104,7 @@ def _steps(trainer, writer, checkpoints, compiles, interrupts, workdir) -> int:
             if position.step % run.checkpoint.every_steps == 0 or position.step == run.steps:
                 trainer.save(checkpoints)
     checkpoints.wait()
-    _finish(console, workdir, run, first_accuracy, last_accuracy)
+    _finish(console, workdir, first_accuracy, last_accuracy)
     return 0
 
 
@@ -412,21 +112,28 @@ def _responses(run: RunConfig) -> int:
     return run.rollout.prompts_per_step * (run.rollout.samples_per_prompt if run.phase == 'rl' else 1)
 
 
-def _start_block(run: RunConfig, parts: Parts, trainer: Trainer, workdir: Workdir, restored: int | None):
+def _start_block(
+    run: RunConfig, parts: Parts, trainer: Trainer, workdir: Workdir, restored: int | None
+) -> tuple[str, dict[str, str]]:
     schedule, shape = parts.schedule, parts.shape
-    devices = jax.devices()
     low, high = min(schedule.budget_pages), max(schedule.budget_pages)
-    sampler = 'dense' if schedule.kind == 'dense' else (
-        f'{schedule.kind} schedule, {low if low == high else f"{low} to {high}"} + {schedule.reserved_pages} reserved pages of '
-        f'{schedule.page_tokens} tokens, dense layers {", ".join(map(str, schedule.dense_layers)) or "none"}'
-    )
+    if schedule.kind == 'dense':
+        sampler = 'dense'
+    else:
+        budget = str(low) if low == high else f'{low} to {high}'
+        layers = ', '.join(map(str, schedule.dense_layers)) or 'none'
+        sampler = (
+            f'{schedule.kind} schedule, {budget} + {schedule.reserved_pages} reserved pages of '
+            f'{schedule.page_tokens} tokens, dense layers {layers}'
+        )
+    count, device = f'{shape.parameter_count() / 1e6:,.2f}M parameters', jax.devices()[0].device_kind
     facts = {
-        'model': f'{shape.family} {shape.parameter_count() / 1e6:,.2f}M parameters, {run.model.path or "random weights"}',
-        'devices': f'{len(devices)} x {devices[0].device_kind}, mesh {dict(parts.mesh.shape)}',
+        'model': f'{shape.family} {count}, {run.model.path or "random weights"}',
+        'devices': f'{jax.device_count()} x {device}, mesh {dict(parts.mesh.shape)}',
         'memory': f'{memory.show_bytes(memory.peak_bytes(parts.memory_bytes))} estimated on each device',
         'sampler': sampler,
         'attention': f'{trainer.learner.attention} in the learner, JAX reference kernels in the sampler',
-        'data': f'{run.data.source}, {len(trainer.train_set):,} training and {len(trainer.held_out):,} held-out problems',
+        'data': f'{run.data.source}, {len(trainer.train_set):,} problems, {len(trainer.held_out):,} held out',
         'workdir': str(workdir.path),
     }
     if restored is not None:
@@ -435,7 +142,7 @@ def _start_block(run: RunConfig, parts: Parts, trainer: Trainer, workdir: Workdi
     return title, facts
 
 
-def _finish(console: Console, workdir: Workdir, run: RunConfig, first: float | None, last: float | None) -> None:
+def _finish(console: Console, workdir: Workdir, first: float | None, last: float | None) -> None:
     facts = {}
     if first is not None and last is not None:
         facts['held-out accuracy'] = f'{first:.3f} -> {last:.3f}'

@@ -1,6 +1,7 @@
 """Attention of a few query tokens over all pages of their sequence, in JAX: the definition.
 
-Pages are visited in blocks with a running softmax, up to the longest sequence at hand: a step over short sequences in a long cache reads little.
+Pages are visited in blocks with a running softmax, up to the longest sequence at hand: a step over short sequences in a
+long cache reads little.
 """
 
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ BLOCK_TOKENS = 64
 def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
     B, T, H, A = q_BTHA.shape
     K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    # By default a float32 product on GPU and TPU is rounded to fewer bits; a float32 cache asks for exact ones.
+    precision = lax.Precision.HIGHEST if pages_KP2CA.dtype == jnp.float32 else None
     block = max(BLOCK_TOKENS // C, 1)  # pages a block
     blocks = -(-table_BN.shape[1] // block)
     table_BN = jnp.pad(table_BN, ((0, 0), (0, blocks * block - table_BN.shape[1])))
@@ -27,7 +30,9 @@ def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
         table_Bn = jnp.where(exists_BS[:, ::C], table_Bn, 0)
         kv_BKn2CA = pages_KP2CA[jnp.arange(K)[:, None], table_Bn[:, None]]
         k_BKnCA, v_BKnCA = kv_BKn2CA[:, :, :, 0], kv_BKn2CA[:, :, :, 1]
-        score_BKGTnC = jnp.einsum('bkgta,bknca->bkgtnc', q_BKGTA, k_BKnCA, preferred_element_type=jnp.float32)
+        score_BKGTnC = jnp.einsum(
+            'bkgta,bknca->bkgtnc', q_BKGTA, k_BKnCA, precision=precision, preferred_element_type=jnp.float32
+        )
         seen_BTS = position_S < seen_BT[..., None]
         score_BKGTS = score_BKGTnC.reshape(*score_BKGTnC.shape[:4], block * C) * A**-0.5
         score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
@@ -38,7 +43,9 @@ def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
         # Zero times NaN would leak what unused memory holds.
         v_BKnCA = jnp.where(exists_BS.reshape(B, 1, block, C, 1), v_BKnCA, 0)
         weight_BKGTnC = weight_BKGTS.reshape(score_BKGTnC.shape).astype(v_BKnCA.dtype)
-        more_BKGTA = jnp.einsum('bkgtnc,bknca->bkgta', weight_BKGTnC, v_BKnCA, preferred_element_type=jnp.float32)
+        more_BKGTA = jnp.einsum(
+            'bkgtnc,bknca->bkgta', weight_BKGTnC, v_BKnCA, precision=precision, preferred_element_type=jnp.float32
+        )
         return (
             o_BKGTA * keep_BKGT[..., None] + more_BKGTA,
             new_top_BKGT,

@@ -1,8 +1,9 @@
 """Writes one decoded token of every sequence into its page, and the page's landmark when that token fills it."""
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.checks import check_integers, check_pages, check_shapes
+from pallas_kernels.checks import check_floats, check_integers, check_pages, check_shapes
 from pallas_kernels.landmark_update import reference
 from pallas_kernels.landmark_update.reference import page_mean
 
@@ -26,7 +27,7 @@ def landmark_update(
     Args:
         pages_KP2CA: the pool, any float dtype. Donate it: nothing but the tokens written changes.
         landmark_BKNA: landmarks of the slots' logical pages.
-        k_BKA, v_BKA: the token's key (after RoPE and QK-norm) and value.
+        k_BKA, v_BKA: the token's key (after RoPE and QK-norm) and value; rounded to the pool's dtype.
         table_BN: int32 physical page of each logical page.
         position_B: int32 position of the token, 0 <= position < N * C.
         write_B: bool; sequences with False write nothing.
@@ -51,4 +52,7 @@ def landmark_update(
     )
     check_pages('landmark_update', sizes['C'])
     check_integers('landmark_update', table_BN=table_BN, position_B=position_B)
+    check_floats('landmark_update', pages_KP2CA=pages_KP2CA, landmark_BKNA=landmark_BKNA, k_BKA=k_BKA, v_BKA=v_BKA)
+    if write_B.dtype != jnp.bool_:
+        raise ValueError(f'landmark_update: write_B must be bool, got {write_B.dtype}')
     return reference.landmark_update(pages_KP2CA, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B)

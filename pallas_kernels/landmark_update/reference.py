@@ -22,7 +22,10 @@ def landmark_update(pages_KP2CA, landmark_BKNA, k_BKA, v_BKA, table_BN, position
 
 
 def page_mean(keys_CA: jax.Array) -> jax.Array:
-    """The float32 mean of stored keys over the page's tokens (axis -2), added up in token order whatever the backend would choose."""
+    """The float32 mean of stored keys over the page's tokens (axis -2).
+
+    Added up in token order whatever the backend would choose, so that every path makes the same landmark.
+    """
     total_A = keys_CA[..., 0, :].astype(jnp.float32)
     for token in range(1, keys_CA.shape[-2]):
         total_A = total_A + keys_CA[..., token, :].astype(jnp.float32)

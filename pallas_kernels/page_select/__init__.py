@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.checks import check_integers, check_pages, check_shapes
+from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_shapes
 from pallas_kernels.page_select import reference
 
 
@@ -19,8 +19,9 @@ def page_select(
 ) -> tuple[jax.Array, jax.Array]:
     """Reserved pages and the `budget` best others by the block-mean score (Sparrow, section on dynamic block top-k).
 
-    score[b, k, n] = mean over the group's query heads of q[b, h] . landmark[b, k, n], in float32. The first `reserved_first` and the last
-    `reserved_last` pages are always chosen, on top of the budget. Equal scores: the lower page wins.
+    score[b, k, n] = mean over the group's query heads of q[b, h] . landmark[b, k, n], in float32. The first
+    `reserved_first` and the last `reserved_last` pages are always chosen, on top of the budget. Equal scores: the lower
+    page wins.
 
     Args:
         q_BHA: queries after RoPE and QK-norm; scaling does not change the choice.
@@ -28,7 +29,8 @@ def page_select(
         length_B: int32 cached tokens, the current one included, at least 1.
         budget_B: int32 pages beside the reserved ones, at least 0.
         page_tokens: C.
-        max_pages: M, the most pages any sequence may read; budgets beyond it are cut, so size it from the schedule.
+        max_pages: M, the most pages any sequence may read; budgets beyond it are cut, so size it from the schedule. It
+            must hold the reserved pages, or all N where those are fewer.
         reserved_first, reserved_last: pages; the last must be at least 1.
 
     Returns:
@@ -48,10 +50,15 @@ def page_select(
     )
     check_pages('page_select', page_tokens)
     check_integers('page_select', length_B=length_B, budget_B=budget_B)
-    if sizes['H'] % sizes['K']:
-        raise ValueError(f'page_select: q_BHA has {sizes["H"]} heads, not a multiple of the {sizes["K"]} KV heads')
-    if reserved_first < 0 or reserved_last < 1 or max_pages < 1:
-        raise ValueError(f'page_select: reserved_first={reserved_first}, reserved_last={reserved_last}, max_pages={max_pages}: need >= 0, 1, 1')
+    check_floats('page_select', q_BHA=q_BHA, landmark_BKNA=landmark_BKNA)
+    check_heads('page_select', sizes['H'], sizes['K'])
+    if reserved_first < 0:
+        raise ValueError(f'page_select: reserved_first={reserved_first}: must not be negative')
+    if reserved_last < 1:
+        raise ValueError(f'page_select: reserved_last={reserved_last}: must be at least 1, the page that is not full')
+    least = min(reserved_first + reserved_last, sizes['N'])
+    if max_pages < least:
+        raise ValueError(f'page_select: max_pages={max_pages}: must be at least {least} to hold the reserved pages')
     return reference.page_select(
         q_BHA,
         landmark_BKNA,

@@ -7,7 +7,9 @@ from jax import lax
 def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pages, reserved_first, reserved_last):
     B, K, N, A = landmark_BKNA.shape
     group_BKA = q_BHA.astype(jnp.float32).reshape(B, K, -1, A).mean(axis=2)
-    score_BKN = jnp.einsum('bka,bkna->bkn', group_BKA, landmark_BKNA.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    landmark_BKNA = landmark_BKNA.astype(jnp.float32)
+    score_BKN = jnp.einsum('bka,bkna->bkn', group_BKA, landmark_BKNA, precision=lax.Precision.HIGHEST)
+    score_BKN = jnp.where(score_BKN == 0, 0.0, score_BKN)  # top_k orders -0 below 0
 
     pages_B = -(-length_B // page_tokens)
     logical_N = jnp.arange(N)

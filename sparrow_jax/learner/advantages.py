@@ -19,7 +19,9 @@ def grpo(reward_PR: jax.Array, eps: float = 1e-6) -> jax.Array:
 
 
 def dr_grpo(reward_PR: jax.Array) -> jax.Array:
-    """r - mean over the samples of each prompt, not divided by the spread (Dr. GRPO, arXiv 2503.20783). Shapes as in `grpo`."""
+    """r - mean over the samples of each prompt, not divided by the spread (Dr. GRPO, arXiv 2503.20783). Shapes as in
+    `grpo`.
+    """
     return reward_PR - reward_PR.mean(axis=1, keepdims=True)
 
 
@@ -35,8 +37,8 @@ ADVANTAGES = {'grpo': grpo, 'dr_grpo': dr_grpo, 'rloo': rloo}
 def gae(reward_BT: jax.Array, value_BT: jax.Array, mask_BT: jax.Array, gamma: float, lam: float) -> jax.Array:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over the kept tokens of each row.
 
-    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; both stop at the row's last kept token: what stands behind it, values
-    of padding included, has no effect.
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; both stop at the row's last kept token:
+    what stands behind it, values of padding included, has no effect.
 
     Args:
         reward_BT, value_BT: float32. mask_BT: 1 for response tokens, contiguous.

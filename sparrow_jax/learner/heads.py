@@ -1,7 +1,7 @@
 """The LM head over long rows, in chunks: log-probs, entropy and acceptance without ever holding [B, T, V].
 
-Final hidden states come from the dense policy's forward pass (and, kept by the sampler, from the rollout); numbers per token go to the losses
-and to the mismatch statistics.
+Final hidden states come from the dense policy's forward pass (and, kept by the sampler, from the rollout); numbers
+per token go to the losses and to the mismatch statistics.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ def token_logps(
         chunk_tokens: tokens, over all rows, whose logits are held at once; need not divide anything.
 
     Returns:
-        logp_BT, never positive, and entropy_BT (nats), float32. Differentiable; the logits are computed again in the backward pass.
+        logp_BT, never positive, and entropy_BT (nats), float32. Differentiable; the logits are computed again in the
+        backward pass.
     """
 
     def chunk(hidden_BtD, target_Bt):
@@ -67,5 +68,5 @@ def _over_chunks(function: Callable, arrays: tuple[jax.Array, ...], chunk_tokens
         return None, jax.checkpoint(function)(*slices)
 
     _, outputs = lax.scan(step, None, tuple(map(split, arrays)))
-    join = lambda out: out.swapaxes(0, 1).reshape(B, chunks * size, *out.shape[3:])[:, :T]  # noqa: E731
+    join = lambda out: out.swapaxes(0, 1).reshape(B, chunks * size, *out.shape[3:])[:, :T]
     return jax.tree.map(join, outputs)

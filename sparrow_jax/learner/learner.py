@@ -30,7 +30,7 @@ class LearnerState:
 
     params: nnx.State
     optimizer: Any
-    updates: jax.Array  # int32, optimizer updates so far
+    updates: Any  # int32 scalar, optimizer updates so far
 
 
 @jax.tree_util.register_dataclass
@@ -55,15 +55,17 @@ class _Statics:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with a global-norm clip and linear warm-up, then constant or cosine decay; weight decay on matrices only."""
+    """AdamW with a global-norm clip and linear warm-up, then constant or cosine decay; weight decay on matrices
+    only.
+    """
     if config.decay_steps:
         rate = optax.warmup_cosine_decay_schedule(
             0.0, config.learning_rate, config.warmup_steps, config.warmup_steps + config.decay_steps
         )
     else:
         # The first update already moves: step 0 of the ramp is 1 / warmup_steps.
-        rate = lambda count: config.learning_rate * jnp.minimum(1.0, (count + 1) / max(config.warmup_steps, 1))  # noqa: E731
-    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+        rate = lambda count: config.learning_rate * jnp.minimum(1.0, (count + 1) / max(config.warmup_steps, 1))
+    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=matrices),
@@ -80,7 +82,9 @@ class Learner:
         hidden_size: D of the sampler's hidden states.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, abstract_params: nnx.State, mesh: Mesh, run: RunConfig, hidden_size: int):
+    def __init__(
+        self, graphdef: nnx.GraphDef, abstract_params: nnx.State, mesh: Mesh, run: RunConfig, hidden_size: int
+    ):
         attention = best_implementation(run.model.compute_dtype)
         packing = run.learner.packing == 'on' or (run.learner.packing == 'auto' and attention == 'xla')
         self.mesh = mesh
@@ -124,7 +128,9 @@ class Learner:
         return jax.device_put(rows, meshes.batch_sharding(self.mesh))
 
     def score(self, params: nnx.State, rows: Rows) -> Scores:
-        """Dense log-probs and entropy of every place; acceptance too when the rows carry the sampler's hidden states."""
+        """Dense log-probs and entropy of every place; acceptance too when the rows carry the sampler's hidden
+        states.
+        """
         return self._score(params, rows)
 
     def update(
@@ -153,7 +159,9 @@ class Learner:
         return state, metrics
 
     def warm_up(self, state: LearnerState, *, keep_hidden: Iterable[bool]) -> LearnerState:
-        """Compiles scoring and updating for every row length; the update's gradient is zero and its result is thrown away."""
+        """Compiles scoring and updating for every row length; the update's gradient is zero and its result is thrown
+        away.
+        """
         grads = self._zeros(state.params)
         one = np.float32(1)
         for length in self.layout.buckets():
@@ -165,7 +173,6 @@ class Learner:
         copy = jax.tree.map(jnp.copy, state)
         jax.block_until_ready(self._apply(copy, grads)[1])
         return state
-
 
     def _padding(self, length: int, hidden_size: int) -> Rows:
         return self.device(empty_rows(self.layout, length, hidden_size, self.hidden_dtype))
@@ -212,7 +219,13 @@ def _accumulate(graphdef, statics: _Statics, params, grads, rows: Rows, logp_old
             loss, sums = supervised_loss(logp_BT, rows.mask_BT)
         else:
             loss, sums = policy_loss(
-                logp_BT, logp_old_BT, rows.logp_actor_BT, logp_reference_BT, rows.advantage_BT, rows.mask_BT, statics.loss
+                logp_BT,
+                logp_old_BT,
+                rows.logp_actor_BT,
+                logp_reference_BT,
+                rows.advantage_BT,
+                rows.mask_BT,
+                statics.loss,
             )
         return loss / denominator, sums
 

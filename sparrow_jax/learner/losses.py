@@ -1,7 +1,8 @@
-"""Policy losses as pure functions of log-probs. Sums, not means: the caller divides by the response tokens of the whole optimizer update, so that
-micro-batches and shards cannot change the result.
+"""Policy losses as pure functions of log-probs. Sums, not means: the caller divides by the response tokens of the
+whole optimizer update, so that micro-batches and shards cannot change the result.
 
-Wherever a token is masked its inputs may hold anything, NaN and infinities included: they are replaced before any exponential, because in JAX a
+Wherever a token is masked its inputs may hold anything, NaN and infinities included: they are replaced before any
+    exponential, because in JAX a
 masked infinity still poisons the gradient.
 """
 
@@ -31,10 +32,12 @@ def policy_loss(
     mask_BT: jax.Array,
     constants: PolicyLoss,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Clipped policy gradient with truncated importance sampling (Sparrow, section on training; clip-higher: DAPO, arXiv 2503.14476).
+    """Clipped policy gradient with truncated importance sampling (Sparrow, section on training; clip-higher: DAPO,
+    arXiv 2503.14476).
 
     loss = -sum over tokens of min(rho, C) min(w A, clip(w, 1 - low, 1 + high) A) + kl_coef k3, with
-    w = exp(logp - logp_old), rho = exp(logp_old - logp_actor) per token, k3 = exp(d) - d - 1, d = logp_reference - logp.
+    w = exp(logp - logp_old), rho = exp(logp_old - logp_actor) per token, k3 = exp(d) - d - 1, d = logp_reference -
+    logp.
 
     Args:
         logp_BT: float32, of the policy being trained; the only input that carries a gradient.
@@ -45,13 +48,15 @@ def policy_loss(
         constants: tis_cap = 0 means no correction.
 
     Returns:
-        The loss summed over tokens and sums of metrics over tokens (maxima under 'max/'), before any truncation of the weights.
-        All tokens masked: 0 and zeros.
+        The loss summed over tokens and sums of metrics over tokens (maxima under 'max/'), before any truncation of the
+        weights. All tokens masked: 0 and zeros.
     """
     kept_BT = mask_BT > 0
-    clean = lambda x_BT: jnp.where(kept_BT, x_BT, 0.0)  # noqa: E731
+    clean = lambda x_BT: jnp.where(kept_BT, x_BT, 0.0)
     logp_BT = clean(logp_BT)
-    logp_old_BT, logp_actor_BT, logp_reference_BT = map(lax.stop_gradient, map(clean, (logp_old_BT, logp_actor_BT, logp_reference_BT)))
+    logp_old_BT, logp_actor_BT, logp_reference_BT = map(
+        lax.stop_gradient, map(clean, (logp_old_BT, logp_actor_BT, logp_reference_BT))
+    )
     advantage_BT = clean(advantage_BT)
 
     ratio_BT = jnp.exp(logp_BT - logp_old_BT)
@@ -71,7 +76,9 @@ def policy_loss(
         'rollout_corr/k3_kl': weight_BT - gap_BT - 1,
         'rollout_corr/rollout_is_mean': weight_BT,
         'rollout_corr/rollout_is_square_mean': weight_BT**2,
-        'rollout_corr/rollout_is_capped_fraction': (weight_BT > constants.tis_cap).astype(jnp.float32) if constants.tis_cap else jnp.zeros_like(weight_BT),
+        'rollout_corr/rollout_is_capped_fraction': (weight_BT > constants.tis_cap).astype(jnp.float32)
+        if constants.tis_cap
+        else jnp.zeros_like(weight_BT),
     }
     if constants.kl_coef:
         distance_BT = logp_reference_BT - logp_BT

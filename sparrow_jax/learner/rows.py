@@ -1,15 +1,18 @@
 """Sequences into rows of fixed length: packed with segment ids, or one a row in length buckets.
 
-Responses come from the rollout (worked solutions in supervised training); micro-batches of NumPy arrays go to the learner's jitted functions. In a
-row, place t predicts token t + 1: target, mask, actor log-prob, advantage and the sampler's hidden state of a response token all stand at the
-place that predicts it.
+Responses come from the rollout (worked solutions in supervised training); micro-batches of NumPy arrays go to the
+learner's jitted functions. In a row, place t predicts token t + 1: target, mask, actor log-prob, advantage and the
+sampler's hidden state of a response token all stand at the place that predicts it.
 """
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import jax
 import numpy as np
+
+Array = Any  # NumPy on the host, jax on the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +41,15 @@ class Sample:
 class Rows:
     """One micro-batch of B rows of T places."""
 
-    token_BT: np.ndarray  # int32, 0 in padding
-    position_BT: np.ndarray  # int32 within its sequence
-    segment_BT: np.ndarray  # int32, 1, 2, ... within the row; 0 in padding
-    target_BT: np.ndarray  # int32 next token
-    mask_BT: np.ndarray  # float32, 1 where the target is a response token
-    logp_actor_BT: np.ndarray  # float32
-    advantage_BT: np.ndarray  # float32
-    first_BT: np.ndarray  # bool, the target is the response's first token (drawn by the dense prefill)
-    hidden_BTD: np.ndarray  # the sampler's hidden states; D is 0 when none were kept
+    token_BT: Array  # int32, 0 in padding
+    position_BT: Array  # int32 within its sequence
+    segment_BT: Array  # int32, 1, 2, ... within the row; 0 in padding
+    target_BT: Array  # int32 next token
+    mask_BT: Array  # float32, 1 where the target is a response token
+    logp_actor_BT: Array  # float32
+    advantage_BT: Array  # float32
+    first_BT: Array  # bool, the target is the response's first token (drawn by the dense prefill)
+    hidden_BTD: Array  # the sampler's hidden states; D is 0 when none were kept
 
     @property
     def response_tokens(self) -> float:
@@ -79,10 +82,13 @@ class RowLayout:
 
 
 def micro_batches(samples: SequenceOf[Sample], layout: RowLayout) -> list[Rows]:
-    """All samples in as few micro-batches as first-fit by falling length gives. The order is a function of the lengths alone.
+    """All samples in as few micro-batches as first-fit by falling length gives. The order is a function of the
+    lengths alone.
 
-    Raises ValueError for a sample longer than a row.
+    Raises ValueError for a sample longer than a row, or without a prompt.
     """
+    if not all(len(sample.prompt_ids) for sample in samples):
+        raise ValueError('a sequence without a prompt: no place predicts its first response token')
     order = sorted(range(len(samples)), key=lambda i: (-samples[i].tokens, i))
     if order and samples[order[0]].tokens > layout.row_tokens:
         raise ValueError(f'a sequence of {samples[order[0]].tokens} tokens does not fit a row of {layout.row_tokens}')
@@ -117,8 +123,8 @@ def _first_fit(samples: SequenceOf[Sample], length: int) -> list[list[Sample]]:
 
 
 def _fill(rows: SequenceOf[SequenceOf[Sample]], count: int, length: int, hidden: np.ndarray | None) -> Rows:
-    integers = lambda: np.zeros((count, length), np.int32)  # noqa: E731
-    floats = lambda: np.zeros((count, length), np.float32)  # noqa: E731
+    integers = lambda: np.zeros((count, length), np.int32)
+    floats = lambda: np.zeros((count, length), np.float32)
     size, dtype = (hidden.shape[1], hidden.dtype) if hidden is not None else (0, np.dtype(np.float32))
     out = Rows(
         token_BT=integers(),

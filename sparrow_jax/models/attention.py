@@ -1,7 +1,9 @@
-"""Dense causal attention over whole rows, for the learner and for prefill, from the libraries that do it best on each platform.
+"""Dense causal attention over whole rows, for the learner and for prefill, from the libraries that do it best on
+each platform.
 
-Queries, keys and values come from a decoder layer; the result goes back to it. There is never a [T, T] mask for a whole row: the plain JAX path
-works on blocks of queries against the keys before them, and cuDNN and splash attention mask inside their kernels.
+Queries, keys and values come from a decoder layer; the result goes back to it. There is never a [T, T] mask for a
+whole row: the plain JAX path works on blocks of queries against the keys before them, and cuDNN and splash attention
+    mask inside their kernels.
 """
 
 import jax
@@ -16,8 +18,8 @@ def causal_attend(segment_BT: jax.Array | None, implementation: str) -> Attend:
     """An `attend` for `Decoder.hidden` in which every token sees the earlier tokens of its own segment.
 
     Args:
-        segment_BT: int32, which sequence of the row a token belongs to; 0 is padding. None: each row is one sequence, padded at its end (the
-            padding is then invisible to the sequence's tokens because it comes later).
+        segment_BT: int32, which sequence of the row a token belongs to; 0 is padding. None: each row is one
+            sequence, padded at its end (the padding is then invisible to the sequence's tokens because it comes later).
         implementation: 'xla' (any platform) or 'cudnn' (GPU; needs segment_BT None), see `best_implementation`.
     """
     if implementation == 'cudnn' and segment_BT is not None:

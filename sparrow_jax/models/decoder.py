@@ -214,7 +214,7 @@ def abstract_decoder(shape: DecoderShape, **options: Any) -> tuple[nnx.GraphDef,
 def logical_axes(params: nnx.State) -> nnx.State:
     """The logical axis names of every weight: `params` with a tuple of names, one a dimension, in place of each
     array."""
-    is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+    is_weight = lambda leaf: isinstance(leaf, nnx.Variable)
     return jax.tree.map(lambda weight: weight.get_metadata('logical_axes'), params, is_leaf=is_weight)
 
 

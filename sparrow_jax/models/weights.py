@@ -178,7 +178,7 @@ def _open_safetensors(folder: pathlib.Path) -> dict[str, Tensor]:
                 raise ConfigError(f'{file}: the tensor {name} is stored as {stored}; only {known} can be read')
             if name in tensors:
                 raise ConfigError(f'{file}: the tensor {name} is also in {tensors[name].file}')
-            read = lambda handle=handle, name=name: handle.get_tensor(name)  # noqa: E731
+            read = lambda handle=handle, name=name: handle.get_tensor(name)
             tensors[name] = Tensor(tuple(header.get_shape()), str(file), read)
     return tensors
 

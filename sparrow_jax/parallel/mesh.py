@@ -1,7 +1,7 @@
 """The mesh of a run and where arrays lie on it.
 
-Axes: `data` (rows and slots), `fsdp` (rows and slots too; the learner's weights are cut along it), `tensor` (heads, feed-forward, vocabulary).
-XLA inserts the collectives; nothing here moves data by hand.
+Axes: `data` (rows and slots), `fsdp` (rows and slots too; the learner's weights are cut along it), `tensor` (heads,
+feed-forward, vocabulary). XLA inserts the collectives; nothing here moves data by hand.
 """
 
 from typing import Any
@@ -50,7 +50,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def weight_sharding(mesh: Mesh, axes: tuple[str, ...], sizes: tuple[int, ...], rules: dict[str, Any]) -> NamedSharding:
     """The sharding of one weight by its logical axis names.
 
-    An axis that its mesh axis does not divide stays whole: KV heads are replicated where there are more tensor shards than heads.
+    An axis that its mesh axis does not divide stays whole: KV heads are replicated where there are more tensor
+        shards than heads.
     """
     spec = []
     for name, size in zip(axes, sizes, strict=True):

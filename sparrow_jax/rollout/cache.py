@@ -1,7 +1,7 @@
 """The paged KV cache and the state of the slots, as pytrees that the jitted functions donate and return.
 
-Layout per layer: one pool `pages_KP2CA` (keys and values of a page side by side) and `landmark_BKNA`, the mean key of each filled page per slot in
-logical order, so that scoring reads contiguous memory. One page table serves all layers.
+Layout per layer: one pool `pages_KP2CA` (keys and values of a page side by side) and `landmark_BKNA`, the mean key of
+each filled page per slot in logical order, so that scoring reads contiguous memory. One page table serves all layers.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from sparrow_jax.models.shape import DecoderShape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Cache:
-    """Keys and values of all slots. Lists hold one array a layer: a stacked array would be copied before each kernel."""
+    """Keys and values of all slots. Lists hold one array a layer: a stacked one would be copied before each kernel."""
 
     pages: list[jax.Array]  # [K, P, 2, C, A]
     landmarks: list[jax.Array]  # [B, K, N, A]
@@ -24,7 +24,7 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Slots:
-    """What each slot is doing; arrays over slots B. T is the longest response, D is 0 when hidden states are not kept."""
+    """What each slot is doing; arrays over slots B. T is the longest response, D is 0 if hidden states are not kept."""
 
     table_BN: jax.Array  # int32 physical pages
     length_B: jax.Array  # int32 cached tokens
@@ -36,11 +36,13 @@ class Slots:
     key_B2: jax.Array  # uint32 key data of the sample
     tokens_BT: jax.Array  # int32 response
     logp_BT: jax.Array  # float32 actor log-prob of each response token, at the sampling temperature
-    pages_read_BT: jax.Array  # int32 pages that a sparse layer read when the token was drawn; 0 for the first token, which prefill draws
+    pages_read_BT: jax.Array  # int32 pages that a sparse layer read for the token; 0 for the first, which prefill draws
     hidden_BTD: jax.Array  # final hidden state that each response token was drawn from
 
 
-def make_cache(shape: DecoderShape, *, slots: int, pool_pages: int, pages_per_sequence: int, page_tokens: int, dtype) -> Cache:
+def make_cache(
+    shape: DecoderShape, *, slots: int, pool_pages: int, pages_per_sequence: int, page_tokens: int, dtype
+) -> Cache:
     """An empty cache. Free memory is zero here, but nothing relies on it."""
     K, A = shape.kv_heads, shape.head_dim
     layers = range(shape.layers)

@@ -1,7 +1,7 @@
-"""Prefill and the decode segment: the two jitted functions of the sampler, and the two ways of attending that they give the decoder.
+"""Prefill and the decode segment: the two jitted functions of the sampler, and the two `attend` of the decoder in them.
 
-Both take the cache and the slots and return them changed; the engine donates them. All lengths, budgets and temperatures are values, so nothing
-compiles after each function's first call.
+Both take the cache and the slots and return them changed; the engine donates them. All lengths, budgets and
+temperatures are values, so nothing compiles after each function's first call.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class SamplerStatics:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Prompts:
-    """Prompts to encode, one a row. A row whose slot is the number of slots is padding (never negative: that would wrap)."""
+    """Prompts to encode, one a row. A row whose slot is the number of slots is padding (never -1: that would wrap)."""
 
     tokens_RT: jax.Array  # int32, padded at the end
     length_R: jax.Array  # int32
@@ -126,7 +126,10 @@ def decode_segment(
     slots: Slots,
     values: SamplingValues,
 ) -> tuple[Cache, Slots]:
-    """`steps` decode steps of all slots in one loop on the device. Finished slots idle: the trip count is the same on every shard."""
+    """`steps` decode steps of all slots in one loop on the device.
+
+    Finished slots idle: the trip count is the same on every shard.
+    """
 
     def body(_, state: tuple[Cache, Slots]) -> tuple[Cache, Slots]:
         return _decode_step(nnx.merge(graphdef, params), statics, *state, values)
@@ -139,16 +142,18 @@ def _decode_step(
 ) -> tuple[Cache, Slots]:
     cache = Cache(list(cache.pages), list(cache.landmarks))
     active_B = slots.active_B
-    position_B, length_B = slots.length_B, slots.length_B + 1
+    position_B = slots.length_B
+    length_B = jnp.where(active_B, position_B + 1, 1)  # idle slots read one page, not their last sequence again
     budget_B = budget_for_length(values.budget_bins, length_B, statics.bin_width_tokens)
-    attend = _decode_attend(cache, slots.table_BN, position_B, budget_B, active_B, statics)
+    attend = _decode_attend(cache, slots.table_BN, position_B, length_B, budget_B, active_B, statics)
     hidden_BD = decoder.hidden(slots.token_B[:, None], position_B[:, None], attend)[:, 0]
     top_p = values.top_p if statics.truncate else None
     token_B, logp_B = draw(decoder.logits(hidden_BD), slots.key_B2, slots.count_B, values.temperature, top_p)
 
     pages_B = -(-length_B // statics.page_tokens)
     if len(statics.dense_layers) < len(cache.pages):
-        pages_B = jnp.minimum(pages_B, jnp.minimum(budget_B + statics.reserved_first + statics.reserved_last, statics.max_pages))
+        most_B = jnp.minimum(budget_B + statics.reserved_first + statics.reserved_last, statics.max_pages)
+        pages_B = jnp.minimum(pages_B, most_B)
     rows_B = jnp.arange(active_B.shape[0])
     here_B = jnp.where(active_B, slots.count_B, slots.tokens_BT.shape[1])  # out of range: dropped
 
@@ -172,9 +177,8 @@ def _decode_step(
     return cache, slots
 
 
-def _decode_attend(cache: Cache, table_BN, position_B, budget_B, active_B, statics: SamplerStatics) -> Attend:
+def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, active_B, statics: SamplerStatics) -> Attend:
     """Writes the token's key and value, then attends to the chosen pages (to all in a dense layer)."""
-    length_B = position_B + 1
 
     def attend(layer: int, q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array) -> jax.Array:
         cache.pages[layer], cache.landmarks[layer] = landmark_update(

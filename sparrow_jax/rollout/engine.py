@@ -1,16 +1,17 @@
 """The engine: any number of prompts through a fixed number of slots.
 
-Requests come from the training loop, evaluation or `generate`. Loop: give waiting requests free slots and pages, encode them (prefill), run one
-jitted decode segment over all slots, take out what has finished. Responses go back in the order of the requests.
+Requests come from the training loop, evaluation or `generate`. Loop: give waiting requests free slots and pages, encode
+them (prefill), run one jitted decode segment over all slots, take out what has finished. Responses go back in the order
+of the requests.
 
-A request is admitted when a shard has a free slot and pages for its prompt and its longest response, so a sequence never runs out of pages
-half-way. Each data shard has its own slots and its own pool.
+A request is admitted when a shard has a free slot and pages for its prompt and its longest response, so a sequence
+never runs out of pages half-way. Each data shard has its own slots and its own pool.
 """
 
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One response to sample: prompt ids, the prompt's and the sample's number (they fix the random keys), most response tokens."""
+    """One response to sample: prompt ids, numbers of prompt and sample (they fix the random keys), most tokens."""
 
     prompt_ids: Sequence[int]
     prompt: int
@@ -49,7 +50,8 @@ class Response:
     Attributes:
         tokens: int32 [T].
         logp: float32 [T], actor log-prob of each token at the sampling temperature.
-        pages_read: int32 [T], pages that a sparse layer read when the token was drawn; 0 for the first, which the dense prefill draws.
+        pages_read: int32 [T], pages that a sparse layer read when the token was drawn; 0 for the first, which the dense
+            prefill draws.
         hidden: [T, D] final hidden state each token was drawn from, or None.
         finish_reason: 'stop' (an end token, also as the last token that fits) or 'length'.
     """
@@ -70,7 +72,11 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to sample: `sparse` follows the schedule, else every layer reads every page; temperature 0 is greedy; top_p below 1 for evaluation."""
+    """How to sample.
+
+    `sparse` follows the schedule, else every layer reads every page; temperature 0 is greedy; top_p below 1 is for
+    evaluation.
+    """
 
     temperature: float
     top_p: float = 1.0
@@ -128,18 +134,20 @@ class Engine:
         self._keys = jax.jit(sample_keys)
 
     def weights(self, params: nnx.State) -> nnx.State:
-        """The sampler's copy of the policy: matrices in the compute dtype, norm scales in float32, whole on every fsdp shard."""
-        if 'weights' not in self._functions:
+        """The sampler's copy of the policy, whole on every fsdp shard.
+
+        Matrices are in the compute dtype, norm scales in float32.
+        """
+        if ('weights',) not in self._functions:
             shardings = jax.tree.map(
                 lambda array, axes: meshes.weight_sharding(self.mesh, axes, array.shape, meshes.SAMPLER_RULES),
                 nnx.to_pure_dict(params),
                 nnx.to_pure_dict(logical_axes(params)),
             )
-            graph = jax.tree.structure(params)
-            flat = graph.unflatten(jax.tree.leaves(shardings))
-            cast = lambda x: x.astype(self.dtype) if x.ndim > 1 else x  # noqa: E731
-            self._functions['weights'] = jax.jit(lambda p: jax.tree.map(cast, p), out_shardings=flat)
-        return self._functions['weights'](params)
+            out = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(shardings))
+            cast = lambda x: x.astype(self.dtype) if x.ndim > 1 else x
+            self._functions[('weights',)] = jax.jit(lambda p: jax.tree.map(cast, p), out_shardings=out)
+        return self._functions[('weights',)](params)
 
     def warm_up(
         self, weights: nnx.State, samplings: Sequence[Sampling], on_compile: Callable[[str], None] | None = None
@@ -174,14 +182,15 @@ class Engine:
 
         Args:
             weights: from `weights`.
-            requests: any number, in any order; a response depends only on its own request (beyond rounding of the batch's arithmetic).
+            requests: any number, in any order; a response depends only on its own request (beyond rounding of the
+                batch's arithmetic).
             run_key: typed key; step: the run's step. Folded into each sample's key.
             sampling: how.
             on_progress: called after every segment.
             on_tokens: called after every segment with (request index, new tokens); for streaming.
 
         Raises:
-            ConfigError: a request that no pool of this size could ever hold.
+            ConfigError: an empty prompt, or a request beyond the configured lengths or larger than the whole pool.
         """
         self._check(requests)
         values = self._values(sampling)
@@ -250,21 +259,19 @@ class Engine:
             )
             return cache, slots
 
-        to_sharding = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
+        to_sharding = lambda spec: NamedSharding(self.mesh, spec)
         out = (Cache(to_sharding(_POOL), to_sharding(SHARDED)), to_sharding(SHARDED))  # type: ignore[arg-type]
         return self._compiled(('fresh', keep_hidden), lambda: jax.jit(make, out_shardings=out))
 
     def _prefill(self, sampling: Sampling) -> Callable:
         # Prefill is dense whatever the sampler: the sparse sampler's function serves both.
         statics = dataclasses.replace(self._variant(sampling), dense_layers=self._statics.dense_layers)
-        build = lambda: self._sharded(functools.partial(prefill, self.graphdef, statics), (SHARDED, WHOLE))  # noqa: E731
+        build = lambda: self._sharded(functools.partial(prefill, self.graphdef, statics), (SHARDED, WHOLE))
         return self._compiled(('prefill', statics), build)
 
     def _segment(self, sampling: Sampling) -> Callable:
         statics, steps = self._variant(sampling), self.rollout.segment_steps
-        build = lambda: self._sharded(  # noqa: E731
-            functools.partial(decode_segment, self.graphdef, statics, steps), (WHOLE,)
-        )
+        build = lambda: self._sharded(functools.partial(decode_segment, self.graphdef, statics, steps), (WHOLE,))
         return self._compiled(('segment', statics), build)
 
     def _sharded(self, function: Callable, more_specs: tuple) -> Callable:
@@ -286,7 +293,7 @@ class Engine:
         return self._functions[key]
 
     def _row(self, hidden_BTD: jax.Array, slot: int) -> jax.Array:
-        build = lambda: jax.jit(lambda array, i: jax.lax.dynamic_index_in_dim(array, i, keepdims=False))  # noqa: E731
+        build = lambda: jax.jit(lambda array, i: jax.lax.dynamic_index_in_dim(array, i, keepdims=False))
         return self._compiled(('row',), build)(hidden_BTD, slot)
 
     # ------------------------------------------------------------------ host side of the loop
@@ -294,13 +301,27 @@ class Engine:
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
             prompt, limit = len(request.prompt_ids), request.limit_tokens
-            if not 1 <= prompt <= self.rollout.max_prompt_tokens:
-                raise ConfigError(f'a prompt of {prompt} tokens: rollout.max_prompt_tokens={self.rollout.max_prompt_tokens}')
-            if not 1 <= limit <= self.rollout.max_response_tokens:
-                raise ConfigError(f'a response of {limit} tokens: rollout.max_response_tokens={self.rollout.max_response_tokens}')
+            longest = self.rollout.max_prompt_tokens
+            if not 1 <= prompt <= longest:
+                raise ConfigError(
+                    f'rollout.max_prompt_tokens={longest}: prompts hold 1 to so many tokens, one has {prompt}'
+                )
+            longest = self.rollout.max_response_tokens
+            if not 1 <= limit <= longest:
+                raise ConfigError(
+                    f'rollout.max_response_tokens={longest}: a request asks for {limit}, not 1 to so many'
+                )
+            pages = self._pages(request)
+            if pages > self.pool_pages:  # it would wait for ever
+                raise ConfigError(
+                    f'rollout.pool_pages={self.pool_pages}: one request needs {pages} pages; set it to at least '
+                    f'{self.pages_per_sequence}, or to 0'
+                )
 
     def _values(self, sampling: Sampling) -> SamplingValues:
-        budgets = self.schedule.budgets() if sampling.sparse else jnp.full(len(self.schedule.budget_pages), EVERY_PAGE, jnp.int32)
+        budgets = self.schedule.budgets()
+        if not sampling.sparse:
+            budgets = jnp.full_like(budgets, EVERY_PAGE)
         return SamplingValues(budgets, jnp.float32(sampling.temperature), jnp.float32(sampling.top_p))
 
     def _request_keys(self, requests: Sequence[Request], run_key: jax.Array, step: int) -> np.ndarray:
@@ -308,20 +329,23 @@ class Engine:
         numbers = np.asarray([(r.prompt, r.sample) for r in requests], np.int32).reshape(-1, 2)
         padded = np.zeros((-(-len(numbers) // KEY_BLOCK) * KEY_BLOCK, 2), np.int32)
         padded[: len(numbers)] = numbers
-        blocks = [
-            np.asarray(self._keys(run_key, step, block[:, 0], block[:, 1])) for block in padded.reshape(-1, KEY_BLOCK, 2)
-        ]
-        return np.concatenate(blocks)[: len(numbers)] if blocks else np.zeros((0, 2), np.uint32)
+        blocks = [self._keys(run_key, step, block[:, 0], block[:, 1]) for block in padded.reshape(-1, KEY_BLOCK, 2)]
+        return np.concatenate([np.zeros((0, 2), np.uint32), *map(np.asarray, blocks)])[: len(numbers)]
 
-    def _admissions(self, waiting: deque[int], requests: Sequence[Request], keys: np.ndarray, pool: '_Pool'):
-        """Yields batches of admitted rows, one list a shard, in the order of the requests, until the next request has to wait."""
+    def _pages(self, request: Request) -> int:
+        """Pages that the request's prompt and longest response fill."""
+        return -(-(len(request.prompt_ids) + request.limit_tokens) // self.rollout.page_tokens)
+
+    def _admissions(
+        self, waiting: deque[int], requests: Sequence[Request], keys: np.ndarray, pool: '_Pool'
+    ) -> 'Iterator[list[list[_Row]]]':
+        """Yields batches of admitted rows, one list a shard, in the order of the requests, until one has to wait."""
         while waiting:
             rows: list[list[_Row]] = [[] for _ in range(self.shards)]
             while waiting:
                 request = requests[waiting[0]]
-                pages = -(-(len(request.prompt_ids) + request.limit_tokens) // self.rollout.page_tokens)
                 open_shards = [shard for shard in range(self.shards) if len(rows[shard]) < self.rows_per_shard]
-                row = pool.admit(waiting[0], request, keys[waiting[0]], pages, open_shards)
+                row = pool.admit(waiting[0], request, keys[waiting[0]], self._pages(request), open_shards)
                 if row is None:
                     break
                 waiting.popleft()
@@ -332,24 +356,22 @@ class Engine:
 
     def _prompt_arrays(self, rows: 'list[list[_Row]]', length: int) -> Prompts:
         R, N = self.rows_per_shard * self.shards, self.pages_per_sequence
-        prompts = Prompts(
-            tokens_RT=np.zeros((R, length), np.int32),
-            length_R=np.ones(R, np.int32),
-            slot_R=np.full(R, self.slots_per_shard, np.int32),
-            table_RN=np.zeros((R, N), np.int32),
-            limit_R=np.ones(R, np.int32),
-            key_R2=np.zeros((R, 2), np.uint32),
-        )
+        tokens_RT, length_R = np.zeros((R, length), np.int32), np.ones(R, np.int32)
+        slot_R = np.full(R, self.slots_per_shard, np.int32)  # padding
+        table_RN, limit_R, key_R2 = np.zeros((R, N), np.int32), np.ones(R, np.int32), np.zeros((R, 2), np.uint32)
         for shard, shard_rows in enumerate(rows):
             for i, row in enumerate(shard_rows, start=shard * self.rows_per_shard):
                 ids = row.request.prompt_ids
-                prompts.tokens_RT[i, : len(ids)] = ids
-                prompts.length_R[i] = len(ids)
-                prompts.slot_R[i] = row.slot % self.slots_per_shard
-                prompts.table_RN[i, : len(row.pages)] = row.pages
-                prompts.limit_R[i] = row.request.limit_tokens
-                prompts.key_R2[i] = row.key
-        return jax.device_put(prompts, NamedSharding(self.mesh, SHARDED))
+                tokens_RT[i, : len(ids)] = ids
+                length_R[i] = len(ids)
+                slot_R[i] = row.slot % self.slots_per_shard
+                table_RN[i, : len(row.pages)] = row.pages
+                limit_R[i] = row.request.limit_tokens
+                key_R2[i] = row.key
+        arrays = jax.device_put(
+            (tokens_RT, length_R, slot_R, table_RN, limit_R, key_R2), NamedSharding(self.mesh, SHARDED)
+        )
+        return Prompts(*arrays)
 
 
 KEY_BLOCK = 64  # sample keys made by one call

@@ -1,4 +1,7 @@
-"""Drawing the next token. Logits come from the decoder, keys from the engine; the token goes into the next decode step."""
+"""Drawing the next token.
+
+Logits come from the decoder, keys from the engine; the token goes into the next decode step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +35,12 @@ def draw(
         logits_BV: float32.
         key_data_B2: key data of each sample; position_B: int32, folded in, the index of the token in its response.
         temperature: float32 scalar; 0 = greedy.
-        top_p: None = the full softmax; else float32 scalar: only the most likely tokens whose probability sums to it are drawn (the first that
-            reaches the sum included). For evaluation.
+        top_p: None = the full softmax; else float32 scalar: only the most likely tokens whose probability sums to it
+            are drawn (the first that reaches the sum included, and whatever is as likely as that one). For evaluation.
 
     Returns:
-        token_B int32 and its log-prob, float32, under log_softmax(logits / temperature) over the full vocabulary (at temperature 0: under
-        temperature 1).
+        token_B int32 and its log-prob, float32, under log_softmax(logits / temperature) over the full vocabulary (at
+        temperature 0: under temperature 1).
     """
     greedy = temperature <= 0
     scaled_BV = logits_BV / jnp.where(greedy, 1.0, temperature)

@@ -6,9 +6,11 @@ from sparrow_jax.sparsity.schedules import Schedule
 
 
 def kv_read_fraction(schedule: Schedule, layers: int, length_tokens: np.ndarray, pages_read: np.ndarray) -> float:
-    """KV and landmark bytes that the sampler read over the KV bytes that a dense sampler reads for the same tokens, all layers.
+    """KV and landmark bytes that the sampler read over the KV bytes that a dense sampler reads for the same tokens,
+    all layers.
 
-    A landmark is one key row of a page that holds 2 C rows; it is read for every full page. A page is read whole, in both samplers.
+    A landmark is one key row of a page that holds 2 C rows; it is read for every full page. A page is read whole, in
+    both samplers.
 
     Args:
         schedule: gives the page size and the dense layers.

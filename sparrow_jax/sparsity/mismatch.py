@@ -1,6 +1,7 @@
 """How far the sparse sampler is from the dense policy, per token and in the tail.
 
-Distributions come from the learner's LM-head pass over kept hidden states (`learner.scores`); results go to the metrics `sparse/*`.
+Distributions come from the learner's LM-head pass over kept hidden states (`learner.scores`); results go to the
+metrics `sparse/*`.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ TOP_K = 20  # entries of the paper's truncated estimate
 
 
 def acceptance(logp_dense_V: jax.Array, logp_actor_V: jax.Array) -> jax.Array:
-    """alpha = sum over the vocabulary of min(p_dense, p_actor): the chance that a token of one policy is accepted by the other.
+    """alpha = sum over the vocabulary of min(p_dense, p_actor): the chance that a token of one policy is accepted by
+    the other.
 
     Args:
         logp_dense_V, logp_actor_V: float32 log-probabilities, any leading axes, normalized over the last.
@@ -27,7 +29,8 @@ def acceptance(logp_dense_V: jax.Array, logp_actor_V: jax.Array) -> jax.Array:
 
 
 def acceptance_top_k(logp_dense_V: jax.Array, logp_actor_V: jax.Array, k: int = TOP_K) -> jax.Array:
-    """The paper's estimate of alpha from the k most likely tokens of each policy: the sum of min(p, q) over tokens in both lists.
+    """The paper's estimate of alpha from the k most likely tokens of each policy: the sum of min(p, q) over tokens
+    in both lists.
 
     A lower bound of `acceptance`: far below it on flat distributions. Arguments and result as there.
     """
@@ -40,9 +43,11 @@ def acceptance_top_k(logp_dense_V: jax.Array, logp_actor_V: jax.Array, k: int = 
 
 
 def lower_quantile(values: np.ndarray, quantile: float = TAIL) -> float:
-    """The quantile by the rule "lower": the largest value v such that at most a share `quantile` of the values lies strictly before it.
+    """The quantile by the rule "lower": the largest value v such that at most a share `quantile` of the values lies
+    strictly before it.
 
-    With n sorted values it is values[floor(quantile * (n - 1))]. NaN for no values. No interpolation: 100 tokens, 5 of them at 0.2, give 0.2.
+    With n sorted values it is values[floor(quantile * (n - 1))]. NaN for no values. No interpolation: 100 tokens, 5
+    of them at 0.2, give 0.2.
     """
     values = np.asarray(values, np.float64)
     if values.size == 0:
@@ -68,7 +73,8 @@ def summarize(alpha: np.ndarray, length_tokens: np.ndarray, bin_width_tokens: in
         alpha: float [tokens], acceptance of each.
         length_tokens: int [tokens], cached tokens when each was sampled.
         bin_width_tokens: width of the length bins.
-        min_count: a bin of fewer tokens is left out and counted in `bins_too_small`: with few tokens the quantile is noise.
+        min_count: a bin of fewer tokens is left out and counted in `bins_too_small`: with few tokens the quantile is
+            noise.
     """
     bins, small = {}, 0
     index = length_tokens // bin_width_tokens

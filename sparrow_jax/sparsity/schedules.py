@@ -1,7 +1,7 @@
 """Sparsity schedules: how many pages a sequence may read at its length.
 
-A schedule comes from the config (`load_schedule`), is checked there against the cache and the model, and goes to the sampler as a small array:
-budgets are values, so changing them compiles nothing.
+A schedule comes from the config (`load_schedule`), is checked there against the cache and the model, and goes to the
+sampler as a small array: budgets are values, so changing them compiles nothing.
 """
 
 import dataclasses
@@ -18,7 +18,14 @@ import numpy as np
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 
 EVERY_PAGE = 1 << 20  # a budget that no sequence reaches
-FILE_FIELDS = ('page_tokens', 'bin_width_tokens', 'reserved_first_pages', 'reserved_last_pages', 'dense_layers', 'budget_pages')
+FILE_FIELDS = (
+    'page_tokens',
+    'bin_width_tokens',
+    'reserved_first_pages',
+    'reserved_last_pages',
+    'dense_layers',
+    'budget_pages',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,8 @@ def load_schedule(config: ScheduleConfig, rollout: RolloutConfig, layers: int) -
     """The schedule that a run asks for, checked against its cache and model.
 
     Raises:
-        ConfigError: an unknown table, a missing or malformed file, another page size than the cache's, a dense layer that the model lacks.
+        ConfigError: an unknown table, a missing or malformed file, another page size than the cache's, a dense layer
+            that the model lacks.
     """
     if config.kind == 'published':
         raw, name = _published(config), f'the published schedule {config.model} at {config.target_p05}'
@@ -84,10 +92,16 @@ def load_schedule(config: ScheduleConfig, rollout: RolloutConfig, layers: int) -
         name = f'schedule.kind={config.kind!r}'
     schedule = _checked(config.kind, raw, name)
     if schedule.page_tokens != rollout.page_tokens:
-        raise ConfigError(f'rollout.page_tokens={rollout.page_tokens}: {name} counts in pages of {schedule.page_tokens} tokens; set it to {schedule.page_tokens}')
+        raise ConfigError(
+            f'rollout.page_tokens={rollout.page_tokens}: {name} counts in pages of {schedule.page_tokens} tokens; '
+            f'set it to {schedule.page_tokens}'
+        )
     beyond = [i for i in schedule.dense_layers if i >= layers]
     if beyond:
-        raise ConfigError(f'schedule.dense_layers={schedule.dense_layers}: the model has {layers} layers, there is no layer {beyond[0]}')
+        raise ConfigError(
+            f'schedule.dense_layers={schedule.dense_layers}: the model has {layers} layers, '
+            f'there is no layer {beyond[0]}'
+        )
     return schedule
 
 
@@ -100,7 +114,9 @@ def _published(config: ScheduleConfig) -> dict[str, Any]:
         raise ConfigError(f'schedule.model={config.model!r}: published schedules exist for {", ".join(models)}')
     targets = {row['target_p05']: row for row in rows if row['model'] == config.model}
     if config.target_p05 not in targets:
-        raise ConfigError(f'schedule.target_p05={config.target_p05}: {config.model} has {", ".join(map(str, sorted(targets)))}')
+        raise ConfigError(
+            f'schedule.target_p05={config.target_p05}: {config.model} has {", ".join(map(str, sorted(targets)))}'
+        )
     return {
         'page_tokens': data['page_size_tokens'],
         'bin_width_tokens': data['bin_width_tokens'],

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from sparrow_jax.config import ConfigError, DataConfig, TokenizerConfig
 from sparrow_jax.tasks.problems import Problem, ProblemSet
@@ -83,9 +84,9 @@ class PromptEncoder:
             solution = solution.removeprefix(_OPEN).lstrip('\n')
         return self.encode(problem), [*self._ids(solution), self.end_id]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of sampled ids without the end ids behind it; other special tokens stay: verifiers look for some."""
-        ids = list(ids)
+        ids = [int(i) for i in ids]
         while ids and ids[-1] in self.end_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,67 @@
+"""Advantages against values worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparrow_jax.config import ALGORITHM_ADVANTAGES
+from sparrow_jax.learner.advantages import ADVANTAGES, dr_grpo, gae, grpo, rloo
+
+# Two prompts of four samples. Means .25 and 3; standard deviations (n - 1) .5 and sqrt(20 / 3).
+REWARD_PR = jnp.array([[1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 4.0, 6.0]])
+
+
+def test_every_configurable_algorithm_exists():
+    assert set(ADVANTAGES) == set(ALGORITHM_ADVANTAGES)
+
+
+def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
+    root = (20 / 3) ** 0.5
+    expected = [[1.5, -0.5, -0.5, -0.5], [-3 / root, -1 / root, 1 / root, 3 / root]]
+    np.testing.assert_allclose(grpo(REWARD_PR), expected, rtol=1e-5)
+
+
+def test_dr_grpo_only_subtracts_the_mean():
+    np.testing.assert_allclose(dr_grpo(REWARD_PR), [[0.75, -0.25, -0.25, -0.25], [-3, -1, 1, 3]], rtol=1e-6)
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    # 1 - 0; 0 - 1/3. And 0 - 4, 2 - 10/3, 4 - 8/3, 6 - 2.
+    expected = [[1, -1 / 3, -1 / 3, -1 / 3], [-4, -4 / 3, 4 / 3, 4]]
+    np.testing.assert_allclose(rloo(REWARD_PR), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('name', sorted(ADVANTAGES))
+def test_a_group_of_equal_rewards_has_no_signal(name):
+    # 0.5, 1 and 0 sum without rounding: the zeros are exact, not small.
+    advantage_PR = ADVANTAGES[name](jnp.array([[1.0] * 4, [0.5] * 4, [0.0] * 4]))
+    np.testing.assert_array_equal(advantage_PR, np.zeros((3, 4)))
+
+
+def test_gae_stops_at_the_last_token():
+    """delta = [0, 1] with the value behind the end (100) left out, so A_1 = 1 and A_0 = 0 + .95 * 1."""
+    advantage_BT = gae(
+        jnp.array([[0.0, 1.0, 0.0]]), jnp.array([[0.0, 0.0, 100.0]]), jnp.array([[1, 1, 0]]), gamma=1.0, lam=0.95
+    )
+    np.testing.assert_allclose(advantage_BT, [[0.95, 1.0, 0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize('junk', [100.0, jnp.inf, jnp.nan])
+def test_gae_by_hand_with_prompt_and_padding_around_the_response(junk):
+    """gamma .5, lambda .8. Places 1 to 3 are the response: r = [1, 0, 2], V = [3, 2, 1].
+
+    delta_3 = 2 - 1 = 1; delta_2 = 0 + .5 * 1 - 2 = -1.5; delta_1 = 1 + .5 * 2 - 3 = -1.
+    A_3 = 1; A_2 = -1.5 + .4 * 1 = -1.1; A_1 = -1 + .4 * -1.1 = -1.44.
+    """
+    reward_BT = jnp.array([[junk, 1.0, 0.0, 2.0, junk]])
+    value_BT = jnp.array([[junk, 3.0, 2.0, 1.0, junk]])
+    advantage_BT = gae(reward_BT, value_BT, jnp.array([[0, 1, 1, 1, 0]]), gamma=0.5, lam=0.8)
+    np.testing.assert_allclose(advantage_BT, [[0.0, -1.44, -1.1, 1.0, 0.0]], rtol=1e-6)
+
+
+def test_gae_of_a_masked_row_is_zero_and_carries_no_gradient_into_the_values():
+    ones_BT = jnp.ones((1, 3))
+    np.testing.assert_array_equal(gae(ones_BT, ones_BT, jnp.zeros((1, 3)), 0.9, 0.9), np.zeros((1, 3)))
+    gradient_BT = jax.grad(lambda value_BT: gae(ones_BT, value_BT, ones_BT, 0.9, 0.9).sum())(ones_BT)
+    np.testing.assert_array_equal(gradient_BT, np.zeros((1, 3)))

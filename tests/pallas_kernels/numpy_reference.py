@@ -1,0 +1,103 @@
+"""The sampler's attention once more, in float64 NumPy and over plain lists of tokens: the judge of the JAX references.
+
+Nothing is shared with `pallas_kernels`: tokens are collected one by one through the page table, softmax runs over
+whole lists, pages are chosen by sorting pairs (score, page), landmarks are plain means.
+"""
+
+import numpy as np
+
+
+def cached_tokens(pages_KP2CA, table_N, kv_head, positions):
+    """Keys and values [tokens, A] of the given positions of one sequence, float64."""
+    C = pages_KP2CA.shape[3]
+    keys, values = [], []
+    for position in positions:
+        key, value = pages_KP2CA[kv_head, table_N[position // C], :, position % C]
+        keys.append(key)
+        values.append(value)
+    return np.asarray(keys, np.float64), np.asarray(values, np.float64)
+
+
+def attend(q_A, keys_SA, values_SA):
+    """softmax(q . k / sqrt(A)) v over a list of tokens; zeros for an empty list."""
+    q_A = np.asarray(q_A, np.float64)
+    if not len(keys_SA):
+        return np.zeros_like(q_A)
+    score_S = keys_SA @ q_A / np.sqrt(len(q_A))
+    weight_S = np.exp(score_S - score_S.max())
+    return weight_S @ values_SA / weight_S.sum()
+
+
+def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
+    B, T, H, _ = q_BTHA.shape
+    group = H // pages_KP2CA.shape[0]
+    o_BTHA = np.zeros(q_BTHA.shape)
+    for b in range(B):
+        for t in range(T):
+            seen = range(max(length_B[b] - (T - 1 - t), 0))
+            for h in range(H):
+                o_BTHA[b, t, h] = attend(q_BTHA[b, t, h], *cached_tokens(pages_KP2CA, table_BN[b], h // group, seen))
+    return o_BTHA
+
+
+def sparse_decode(q_BHA, pages_KP2CA, table_BN, ids_BKM, count_B, length_B):
+    B, H, _ = q_BHA.shape
+    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    o_BHA = np.zeros(q_BHA.shape)
+    for b in range(B):
+        for h in range(H):
+            k = h // (H // K)
+            chosen = ids_BKM[b, k, : count_B[b]]
+            seen = [n * C + i for n in chosen for i in range(C) if n * C + i < length_B[b]]
+            o_BHA[b, h] = attend(q_BHA[b, h], *cached_tokens(pages_KP2CA, table_BN[b], k, seen))
+    return o_BHA
+
+
+def select_pages(q_GA, landmark_NA, length, budget, page_tokens, max_pages, reserved_first, reserved_last):
+    """The pages that one KV head reads, ascending. Landmarks of reserved pages are not looked at."""
+    pages = -(-length // page_tokens)
+    reserved = [n for n in range(pages) if n < reserved_first or n >= pages - reserved_last]
+    others = [n for n in range(pages) if n not in reserved]
+    mean_A = np.asarray(q_GA, np.float64).mean(axis=0)
+    score = {n: float(mean_A @ np.asarray(landmark_NA[n], np.float64)) for n in others}
+    best = sorted(others, key=lambda n: (-score[n], n))
+    return sorted((reserved + best[: min(budget, max_pages - len(reserved))])[:max_pages])
+
+
+def page_select(
+    q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pages, reserved_first, reserved_last
+):
+    B, K, N, A = landmark_BKNA.shape
+    ids_BKM = np.full((B, K, min(max_pages, N)), N)
+    count_B = np.zeros(B, int)
+    for b in range(B):
+        for k in range(K):
+            chosen = select_pages(
+                q_BHA[b].reshape(K, -1, A)[k],
+                landmark_BKNA[b, k],
+                int(length_B[b]),
+                int(budget_B[b]),
+                page_tokens,
+                max_pages,
+                reserved_first,
+                reserved_last,
+            )
+            ids_BKM[b, k, : len(chosen)] = chosen
+            count_B[b] = len(chosen)
+    return ids_BKM, count_B
+
+
+def landmark_update(pages_KP2CA, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B):
+    """New pool and landmarks; a landmark is the plain float64 mean of the stored keys."""
+    pages_KP2CA, landmark_BKNA = pages_KP2CA.copy(), landmark_BKNA.astype(np.float64)
+    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    for b in range(len(position_B)):
+        if not write_B[b]:
+            continue
+        page, offset = divmod(int(position_B[b]), C)
+        for k in range(K):
+            pages_KP2CA[k, table_BN[b, page], 0, offset] = k_BKA[b, k]
+            pages_KP2CA[k, table_BN[b, page], 1, offset] = v_BKA[b, k]
+            if offset == C - 1:
+                landmark_BKNA[b, k, page] = pages_KP2CA[k, table_BN[b, page], 0].astype(np.float64).mean(axis=0)
+    return pages_KP2CA, landmark_BKNA
