@@ -18,7 +18,7 @@ from configs import base
 def get_config(arg: str = '') -> ConfigDict:
     """The configuration; `arg` is '' or 'smoke'."""
     c = base.get_config()
-    c.steps = 100
+    c.steps = 40
 
     c.model.path = 'weights/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf'
     shape = c.model.shape
@@ -46,7 +46,8 @@ def get_config(arg: str = '') -> ConfigDict:
     c.schedule.budget_pages = 12  # with the reserved ones 15 of at most 36 pages
     c.mismatch.bin_width_tokens = 128
 
-    c.learner.rows_per_microbatch = 8
-    c.optimizer.learning_rate = 3e-6
-    c.evaluate.every_steps = 20
+    c.learner.rows_per_microbatch = 32
+    c.optimizer.learning_rate = 1e-5
+    c.evaluate.every_steps = 10
+    c.checkpoint.every_steps = 10
     return base.finish(c, arg, 'smollm2_135m.py')

@@ -113,8 +113,8 @@ def main() -> None:
     settings = json.loads((out / 'tokenizer_config.json').read_text())
     settings['tokenizer_class'] = 'PreTrainedTokenizerFast'  # the name that every release of transformers knows
     (out / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2) + '\n')
-    ends = [fast.convert_tokens_to_ids(END), fast.convert_tokens_to_ids(PAD)]
-    generation = {'eos_token_id': ends, 'pad_token_id': ends[1], 'do_sample': True, 'temperature': 1.0}
+    ends = sorted(fast.convert_tokens_to_ids([END, PAD]))  # as an export of the model writes them
+    generation = {'eos_token_id': ends, 'pad_token_id': fast.pad_token_id}
     (out / 'generation_config.json').write_text(json.dumps(generation, indent=2) + '\n')
     print(f'{len(fast)} tokens written to {out}')
 

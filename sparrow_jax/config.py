@@ -242,14 +242,16 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
+    origin = typing.get_origin(kind)
+    if (dataclasses.is_dataclass(kind) or origin is Mapping) and not hasattr(value, 'keys'):
+        raise ConfigError(f'{name}={value!r}: must be a section with fields of its own')
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, f'{name}.')
-    origin = typing.get_origin(kind)
     if origin is tuple:
         if isinstance(value, str) or not hasattr(value, '__iter__'):
             raise ConfigError(f'{name}={value!r}: must be a tuple')
         return tuple(_convert(typing.get_args(kind)[0], v, name) for v in value)
-    if origin is not None:  # Mapping[str, Any]
+    if origin is Mapping:
         return dict(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -282,9 +284,9 @@ def validate(run: RunConfig) -> None:
             'is set beside model.random_weights=True; keep one of them',
         )
         one_of('model.shape.family', shape.family, ('qwen3', 'llama'))
-        for field in ('vocab_size', 'd_model', 'layers', 'query_heads', 'kv_heads', 'head_dim', 'd_ff'):
-            value = getattr(shape, field)
-            need(value > 0, f'model.shape.{field}', value, 'must be positive for random weights')
+        for field, value in dataclasses.asdict(shape).items():
+            if field not in ('family', 'tie_embeddings'):
+                need(value > 0, f'model.shape.{field}', value, 'must be positive for random weights')
         need(
             shape.query_heads % shape.kv_heads == 0,
             'model.shape.query_heads',
@@ -362,6 +364,9 @@ def validate(run: RunConfig) -> None:
         run.mismatch.bin_width_tokens,
         'must be positive',
     )
+    need(run.mismatch.min_count > 0, 'mismatch.min_count', run.mismatch.min_count, 'must be positive')
+    floor = run.mismatch.floor_every_steps
+    need(floor >= 0, 'mismatch.floor_every_steps', floor, 'must not be negative (0 = never)')
     need(run.mismatch.floor_sequences > 0, 'mismatch.floor_sequences', run.mismatch.floor_sequences, 'must be positive')
 
     one_of('learner.advantage', le.advantage, ALGORITHM_ADVANTAGES)
@@ -392,7 +397,11 @@ def validate(run: RunConfig) -> None:
     need(le.tis_cap >= 0, 'learner.tis_cap', le.tis_cap, 'must not be negative (0 = no correction)')
     need(le.kl_coef >= 0, 'learner.kl_coef', le.kl_coef, 'must not be negative')
     need(le.head_chunk_tokens >= 1, 'learner.head_chunk_tokens', le.head_chunk_tokens, 'must be at least 1')
-    need(o.learning_rate >= 0, 'optimizer.learning_rate', o.learning_rate, 'must not be negative')
+    for field in ('learning_rate', 'warmup_steps', 'decay_steps', 'weight_decay'):
+        need(getattr(o, field) >= 0, f'optimizer.{field}', getattr(o, field), 'must not be negative')
+    for field in ('beta1', 'beta2'):
+        need(0 <= getattr(o, field) < 1, f'optimizer.{field}', getattr(o, field), 'must be in [0, 1)')
+    need(o.eps > 0, 'optimizer.eps', o.eps, 'must be positive: a weight without gradient would become NaN')
     need(o.max_grad_norm > 0, 'optimizer.max_grad_norm', o.max_grad_norm, 'must be positive')
 
     need(
@@ -409,11 +418,13 @@ def validate(run: RunConfig) -> None:
     need(run.reward.timeout_s > 0, 'reward.timeout_s', run.reward.timeout_s, 'must be positive')
     if run.reward.function:
         need(':' in run.reward.function, 'reward.function', run.reward.function, "must be 'module:function'")
+    need(e.every_steps >= -1, 'evaluate.every_steps', e.every_steps, 'must be at least -1 (-1 = never)')
     need(e.samples >= 1, 'evaluate.samples', e.samples, 'must be at least 1')
     need(e.temperature >= 0, 'evaluate.temperature', e.temperature, 'must not be negative (0 = greedy)')
     need(0 < e.top_p <= 1, 'evaluate.top_p', e.top_p, 'must be in (0, 1]')
     need(run.checkpoint.keep >= 1, 'checkpoint.keep', run.checkpoint.keep, 'must be at least 1')
     need(run.checkpoint.every_steps >= 1, 'checkpoint.every_steps', run.checkpoint.every_steps, 'must be at least 1')
+    need(run.log.samples_per_step >= 0, 'log.samples_per_step', run.log.samples_per_step, 'must not be negative')
     for axis in ('data', 'fsdp', 'tensor'):
         value = getattr(run.parallel, axis)
         need(value == -1 or value >= 1, f'parallel.{axis}', value, 'must be positive, or -1 for all remaining devices')

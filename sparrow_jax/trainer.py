@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -64,6 +63,7 @@ class Trainer:
         self.held_out = load_problems(self.run.data, 'held_out')
         self.engine = parts.engine()
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
+        self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
         self.key = jax.random.key(self.run.seed)
         self.position = Position()
         self.state: LearnerState  # set by `start`
@@ -94,6 +94,7 @@ class Trainer:
         samplings = {self.evaluation_sampling()} if run.evaluate.every_steps >= 0 else set()
         keep_hidden = {False}
         if run.phase == 'rl':
+            self.advantages(np.zeros((run.rollout.prompts_per_step, run.rollout.samples_per_prompt), np.float32))
             keep_hidden = {self.measured(step) for step in range(1, run.steps + 1)}
             samplings |= {self.sampling(keep) for keep in keep_hidden}
             if run.mismatch.floor_every_steps:
@@ -143,7 +144,7 @@ class Trainer:
         with self.timed('reward', 'verifying'):
             scores = self.verifier.score(repeated, completions)
         rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
-        advantages = np.asarray(ADVANTAGES[self.run.learner.advantage](jnp.asarray(rewards))).reshape(-1)
+        advantages = np.asarray(self.advantages(rewards)).reshape(-1)
         samples = [
             Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, float(a), r.hidden)
             for q, r, a in zip(requests, responses, advantages, strict=True)

@@ -40,12 +40,11 @@ class Case:
         """Random arguments of `page_select`; `free` is what the landmarks of unfilled pages hold."""
         rng = np.random.default_rng(seed)
         B, K, N, A = len(self.lengths), self.kv_heads, self.pages, self.head_dim
+        q_BHA = rng.standard_normal((B, K * self.group, A))
+        landmark_BKNA = rng.standard_normal((B, K, N, A))
         if self.exact:
-            q_BHA = rng.integers(-1, 2, (B, K * self.group, A)) * self.group  # the group's mean is a whole number too
-            landmark_BKNA = rng.integers(-1, 2, (B, K, N, A)) * (rng.random((B, K, N, A)) < 0.1)
-        else:
-            q_BHA = rng.standard_normal((B, K * self.group, A))
-            landmark_BKNA = rng.standard_normal((B, K, N, A))
+            q_BHA = np.sign(np.trunc(q_BHA)) * self.group  # so that the group's mean is a whole number too
+            landmark_BKNA = np.sign(np.trunc(landmark_BKNA / 1.6))  # one in ten is not 0
         unfilled_BN = (np.arange(N) + 1) * self.page_tokens > np.asarray(self.lengths)[:, None]
         landmark_BKNA = np.where(unfilled_BN[:, None, :, None], free, landmark_BKNA)
         return {

@@ -124,7 +124,8 @@ class Learner:
         return LearnerState(jax.tree.map(jnp.copy, params), self.optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def device(self, rows: Rows) -> Rows:
-        """Rows split over the data shards."""
+        """Rows split over the data shards; absent hidden states too have the dtype that the warm-up compiled for."""
+        rows = dataclasses.replace(rows, hidden_BTD=rows.hidden_BTD.astype(self.hidden_dtype, copy=False))
         return jax.device_put(rows, meshes.batch_sharding(self.mesh))
 
     def score(self, params: nnx.State, rows: Rows) -> Scores:

@@ -259,9 +259,14 @@ class Engine:
             )
             return cache, slots
 
-        to_sharding = lambda spec: NamedSharding(self.mesh, spec)
-        out = (Cache(to_sharding(_POOL), to_sharding(SHARDED)), to_sharding(SHARDED))  # type: ignore[arg-type]
-        return self._compiled(('fresh', keep_hidden), lambda: jax.jit(make, out_shardings=out))
+        return self._compiled(('fresh', keep_hidden), lambda: jax.jit(make, out_shardings=self._shardings()))
+
+    def _shardings(self) -> tuple[Cache, NamedSharding]:
+        """Of cache and slots, the same out of every function: left to XLA they would differ, and each kind compiles."""
+        heads = 'tensor' if self.shape.kv_heads % self.mesh.shape['tensor'] == 0 else None
+        pages = NamedSharding(self.mesh, PartitionSpec(heads, meshes.BATCH_AXES))
+        landmarks = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES, heads))
+        return Cache(pages, landmarks), NamedSharding(self.mesh, SHARDED)  # type: ignore[arg-type]
 
     def _prefill(self, sampling: Sampling) -> Callable:
         # Prefill is dense whatever the sampler: the sparse sampler's function serves both.
@@ -285,7 +290,7 @@ class Engine:
             axis_names=manual,
             check_vma=False,
         )
-        return jax.jit(mapped, donate_argnums=(1, 2))
+        return jax.jit(mapped, donate_argnums=(1, 2), out_shardings=self._shardings())
 
     def _compiled(self, key: tuple, build: Callable[[], Callable]) -> Callable:
         if key not in self._functions:

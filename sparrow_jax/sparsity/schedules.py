@@ -131,9 +131,9 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f'schedule.path={path}: no such file')
     try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'schedule.path={path}: not JSON (line {error.lineno}: {error.msg})') from error
+        raw = json.loads(path.read_text(encoding='utf-8'))
+    except ValueError as error:  # also what is no text at all
+        raise ConfigError(f'schedule.path={path}: not JSON ({error})') from error
     if not isinstance(raw, dict):
         raise ConfigError(f'schedule.path={path}: must hold one JSON object')
     return raw

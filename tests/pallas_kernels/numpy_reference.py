@@ -64,9 +64,7 @@ def select_pages(q_GA, landmark_NA, length, budget, page_tokens, max_pages, rese
     return sorted((reserved + best[: min(budget, max_pages - len(reserved))])[:max_pages])
 
 
-def page_select(
-    q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pages, reserved_first, reserved_last
-):
+def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pages, reserved_first, reserved_last):
     B, K, N, A = landmark_BKNA.shape
     ids_BKM = np.full((B, K, min(max_pages, N)), N)
     count_B = np.zeros(B, int)

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparrow_jax.sparsity.mismatch import acceptance, acceptance_top_k, lower_quantile, summarize
+from sparrow_jax.sparsity import mismatch
+from sparrow_jax.sparsity.mismatch import lower_quantile, summarize
+
+acceptance = jax.jit(mismatch.acceptance)
+acceptance_top_k = jax.jit(mismatch.acceptance_top_k, static_argnames='k')
 
 
 def flat():

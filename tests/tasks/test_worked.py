@@ -108,7 +108,7 @@ def test_tokenizer_has_512_tokens_and_single_digits(tokenizer):
     assert sorted(tokenizer.get_vocab().values()) == list(range(512))
     assert all(len(text) == 1 for text in tokenizer.get_vocab() if re.search(r'\d', text, re.ASCII))
     ends = json.loads((START / 'generation_config.json').read_text())['eos_token_id']
-    assert tokenizer.convert_ids_to_tokens(ends) == ['<|im_end|>', '<|endoftext|>']
+    assert tokenizer.convert_ids_to_tokens(ends) == ['<|endoftext|>', '<|im_end|>']
     assert tokenizer.pad_token == '<|endoftext|>'
     assert tokenizer.eos_token == '<|im_end|>'
 

@@ -1,0 +1,121 @@
+"""A tiny random model, engines that sample from it, and requests, for the tests of the sampler."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import base
+from sparrow_jax.config import ParallelConfig, RolloutConfig, resolve
+from sparrow_jax.models.decoder import init_decoder
+from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.parallel.mesh import make_mesh
+from sparrow_jax.rollout.engine import Engine, Request, Response, Sampling
+from sparrow_jax.sparsity.schedules import Schedule
+
+SHAPE = DecoderShape(
+    family='qwen3',
+    vocab_size=40,
+    d_model=32,
+    layers=2,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    d_ff=48,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=512,
+)
+PAGE, MAX_PROMPT, MAX_RESPONSE = 8, 24, 40
+PAGES = (MAX_PROMPT + MAX_RESPONSE) // PAGE  # of the longest sequence
+BIN_WIDTH = 16
+RESERVED_FIRST, RESERVED_LAST = 1, 1
+DENSE_LAYERS = (0,)
+END_IDS = (0, 7)  # 0 also fills unused places of token arrays
+TIGHT = (1, 1, 1, 1)  # budgets of the four bins
+MIXED = (0, 1, 2, 3)
+ALL = (PAGES,) * 4
+
+
+def make_model():
+    """(graphdef, params) of a random float32 model that attends to few keys, so that it matters which ones are read."""
+    graphdef, params = init_decoder(SHAPE, seed=0, compute_dtype=jnp.float32)
+    sharpen = lambda path, x: x * 2.5 if 'q_norm' in jax.tree_util.keystr(path) else x
+    return graphdef, jax.tree_util.tree_map_with_path(sharpen, params)
+
+
+def rollout_config(**changes) -> RolloutConfig:
+    config = base.get_config()
+    config.model.path = 'given'
+    defaults = {
+        'slots': 4,
+        'max_prompt_tokens': MAX_PROMPT,
+        'max_response_tokens': MAX_RESPONSE,
+        'page_tokens': PAGE,
+        'pool_pages': 0,
+        'segment_steps': 8,
+        'prefill_rows': 2,
+    }
+    return dataclasses.replace(resolve(config).rollout, **defaults | changes)
+
+
+class Sampler:
+    """An engine with its weights; each call samples with the given budgets, which are values to the engine.
+
+    budgets: the most that it is made for. keep_hidden: in all calls, since the two ways compile apart.
+    mesh: sizes of (data, fsdp, tensor).
+    """
+
+    def __init__(self, model, budgets=ALL, keep_hidden=False, mesh=(-1, 1, 1), **rollout):
+        graphdef, params = model
+        self.keep_hidden = keep_hidden
+        self.schedule = Schedule(
+            'fixed', PAGE, BIN_WIDTH, RESERVED_FIRST, RESERVED_LAST, DENSE_LAYERS, budget_pages=budgets
+        )
+        devices = make_mesh(ParallelConfig(*mesh))
+        self.engine = Engine(graphdef, SHAPE, devices, rollout_config(**rollout), self.schedule, END_IDS, 'float32')
+        self.weights = self.engine.weights(params)
+
+    def __call__(
+        self,
+        requests,
+        *,
+        budgets=TIGHT,
+        temperature=1.0,
+        top_p=1.0,
+        sparse=True,
+        seed=5,
+        step=3,
+        **callbacks,
+    ) -> list[Response]:
+        self.engine.schedule = dataclasses.replace(self.schedule, budget_pages=budgets)
+        sampling = Sampling(temperature, top_p, sparse, self.keep_hidden)
+        return self.engine.generate(
+            self.weights, requests, run_key=jax.random.key(seed), step=step, sampling=sampling, **callbacks
+        )
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    """A prompt that is a function of its number; end tokens occur in it."""
+    return np.random.default_rng(number).integers(0, SHAPE.vocab_size, length).tolist()
+
+
+def make_requests(lengths=(24, 1, 16, 17, 8, 23, 9, 24, 5), limit=MAX_RESPONSE, samples=1) -> list[Request]:
+    """Requests with prompts of these lengths, in pages: whole ones, one token less and one more."""
+    return [
+        Request(prompt_of(number, length), number, sample, limit)
+        for number, length in enumerate(lengths)
+        for sample in range(samples)
+    ]
+
+
+def assert_same(responses, expected, atol=1e-5):
+    """Equal tokens, pages and finish reasons; log-probs up to the rounding of another batch shape."""
+    assert len(responses) == len(expected)
+    for i, (a, b) in enumerate(zip(responses, expected, strict=True)):
+        np.testing.assert_array_equal(a.tokens, b.tokens, err_msg=f'response {i}')
+        np.testing.assert_array_equal(a.pages_read, b.pages_read, err_msg=f'response {i}')
+        np.testing.assert_allclose(a.logp, b.logp, rtol=0, atol=atol, err_msg=f'response {i}')
+        assert a.finish_reason == b.finish_reason, f'response {i}'

@@ -1,0 +1,37 @@
+"""The cache is updated in place: the pool is the sampler's largest array, and there is room for one."""
+
+import jax
+import numpy as np
+
+from sparrow_jax.rollout.engine import Sampling
+
+
+def test_cache_and_slots_keep_their_buffers(small_pool):
+    """What is donated comes back in the same memory, and cannot be read any more."""
+    engine, sampling, weights = small_pool.engine, Sampling(1.0), small_pool.weights
+    values, prompts = engine._values(sampling), engine._prompt_arrays([[]], engine.prefill_lengths[0])
+    state = engine._fresh(False)()
+    for function, arguments in ((engine._prefill(sampling), (prompts, values)), (engine._segment(sampling), (values,))):
+        given = jax.tree.leaves(state)
+        places = [array.unsafe_buffer_pointer() for array in given]
+        state = function(weights, *state, *arguments)
+        assert all(array.is_deleted() for array in given)
+        kept = [
+            array.unsafe_buffer_pointer() == place for array, place in zip(jax.tree.leaves(state), places, strict=True)
+        ]
+        assert all(kept)
+
+
+def test_the_compiled_segment_copies_no_pool(small_pool):
+    engine, sampling = small_pool.engine, Sampling(1.0)
+    cache, slots = engine._fresh(False)()
+    lowered = engine._segment(sampling).lower(small_pool.weights, cache, slots, engine._values(sampling))
+    compiled = lowered.compile()
+    given = jax.tree.leaves((cache, slots))
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(array.nbytes for array in given)
+    for array in (cache.pages[0], cache.landmarks[0]):
+        shape = f'f32[{",".join(map(str, array.shape))}]'
+        assert f'{shape}{{' in compiled.as_text()
+        made = [line for line in compiled.as_text().splitlines() if f' = {shape}' in line]
+        assert not [line for line in made if ' copy' in line]
+    assert np.prod(cache.pages[0].shape) != np.prod(cache.landmarks[0].shape)

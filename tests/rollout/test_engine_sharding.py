@@ -1,0 +1,59 @@
+"""Four data shards, each with slots and a pool of its own, give the samples that one gives; so do four tensor shards
+over two KV heads."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from sampler_setup import MIXED, assert_same
+from sharded_run import MESHES, REQUESTS
+
+from sparrow_jax.rollout.engine import Response
+
+
+@pytest.fixture(scope='module')
+def sharded():
+    here = pathlib.Path(__file__).parent
+    root = here.parents[1]
+    path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
+    flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4'
+    result = subprocess.run(
+        [sys.executable, here / 'sharded_run.py'],
+        env=os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(('mesh', 'shards'), [('data', 4), ('tensor', 1)])
+def test_four_devices_were_used_and_nothing_compiled_late(sharded, mesh, shards):
+    assert (sharded[mesh]['devices'], sharded[mesh]['shards'], sharded[mesh]['late']) == (4, shards, [])
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_keys_are_distinct_and_the_same_whatever_the_sharding(sharded, sampler, mesh):
+    keys = [tuple(key) for key in sharded[mesh]['keys']]
+    assert len(set(keys)) == len(REQUESTS) == 32
+    assert not set(keys) & {tuple(key) for key in sharded[mesh]['next_keys']}
+    np.testing.assert_array_equal(keys, sampler.engine._request_keys(REQUESTS, jax.random.key(5), 3))
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_responses_are_the_same_whatever_the_sharding(sharded, sampler, mesh):
+    fields = ('tokens', 'logp', 'pages_read', 'reasons')
+    responses = [
+        Response(np.asarray(tokens), np.asarray(logp), np.asarray(pages), None, reason)
+        for tokens, logp, pages, reason in zip(*(sharded[mesh][field] for field in fields), strict=True)
+    ]
+    assert_same(responses, sampler(REQUESTS, budgets=MIXED))
+    longer = [tuple(response.tokens.tolist()) for response in responses if len(response.tokens) > 3]
+    assert len(set(longer)) == len(longer) > 16

@@ -1,0 +1,223 @@
+"""Configurations in their frozen form: every impossible value is refused by the name of its field."""
+
+import json
+
+import pytest
+
+from configs import base, tiny
+from sparrow_jax.config import ConfigError, differing_fields, resolve, to_json
+
+
+def make_config():
+    config = base.get_config()
+    config.model.path = 'somewhere'
+    return config
+
+
+def random_weights():
+    """A configuration with a shape of its own."""
+    config = tiny.get_config('smoke')
+    config.schedule.dense_layers = (0,)
+    return config
+
+
+def change(config, changes):
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_base_is_valid_once_it_names_a_model():
+    with pytest.raises(ConfigError, match=r"model.path='': set it to a checkpoint folder or .gguf file"):
+        resolve(base.get_config())
+    run = resolve(make_config())
+    assert run.rollout.pages_per_sequence == (2048 + 8192) // 16
+    assert run.row_tokens == 10_240
+
+
+@pytest.mark.parametrize('arg', ['', 'scratch', 'smoke'])
+def test_json_gives_the_same_run_back(arg):
+    run = resolve(tiny.get_config(arg))
+    assert resolve(json.loads(to_json(run))) == run
+    assert to_json(resolve(json.loads(to_json(run)))) == to_json(run)
+
+
+def test_derived_sizes():
+    config = change(make_config(), {'rollout.max_prompt_tokens': 100, 'rollout.max_response_tokens': 29})
+    run = resolve(config)
+    assert run.rollout.pages_per_sequence == 9  # 129 tokens of 16
+    assert run.row_tokens == 256  # 129 rounded up to 128
+    assert resolve(change(config, {'learner.row_tokens': 129})).row_tokens == 129
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'what'),
+    [
+        ('phase', 'sft', 'must be one of rl, supervised'),
+        ('steps', -1, 'must not be negative'),
+        ('model.compute_dtype', 'float16', 'must be one of bfloat16, float32'),
+        ('model.param_dtype', 'f32', 'must be one of bfloat16, float32'),
+        *((f'rollout.{name}', 0, 'must be positive') for name in ('prompts_per_step', 'samples_per_prompt', 'slots')),
+        *((f'rollout.{name}', 0, 'must be positive') for name in ('max_prompt_tokens', 'max_response_tokens')),
+        *((f'rollout.{name}', 0, 'must be positive') for name in ('segment_steps', 'prefill_rows')),
+        *(('rollout.page_tokens', pages, 'must be a power of two from 8 to 128') for pages in (0, 4, 24, 256)),
+        ('rollout.pool_pages', 639, 'cannot hold one longest sequence, which needs 640 pages'),
+        ('rollout.pool_pages', -1, 'cannot hold one longest sequence'),
+        ('rollout.temperature', 0.0, 'must be positive'),
+        ('rollout.temperature', float('nan'), 'must be positive'),
+        ('rollout.samples_per_prompt', 1, 'grpo compares the samples of a prompt: set at least 2'),
+        ('schedule.kind', 'sparse', 'must be one of dense, fixed, published, file'),
+        ('schedule.reserved_first_pages', 0, 'must be at least 1'),
+        ('schedule.reserved_last_pages', 0, 'must be at least 1'),
+        ('schedule.dense_layers', (0, -1), 'layer numbers start at 0'),
+        ('schedule.budget_pages', 0, 'must be at least 1'),
+        ('mismatch.every_steps', -1, 'must not be negative'),
+        ('mismatch.bin_width_tokens', 0, 'must be positive'),
+        ('mismatch.min_count', 0, 'must be positive'),
+        ('mismatch.floor_every_steps', -1, 'must not be negative'),
+        ('mismatch.floor_sequences', 0, 'must be positive'),
+        ('learner.advantage', 'ppo', 'must be one of grpo, dr_grpo, rloo'),
+        ('learner.updates_per_step', 0, 'must be at least 1'),
+        ('learner.updates_per_step', 3, 'must divide rollout.prompts_per_step=64'),
+        ('learner.rows_per_microbatch', 0, 'must be at least 1'),
+        ('learner.row_tokens', 10_239, 'must hold the longest prompt + response, 10240 tokens'),
+        ('learner.row_tokens', -1, 'must hold the longest prompt + response'),
+        ('learner.packing', 'yes', 'must be one of on, off, auto'),
+        ('learner.head_chunk_tokens', 0, 'must be at least 1'),
+        ('learner.clip_low', 1.0, 'must be in [0, 1)'),
+        ('learner.clip_low', -0.1, 'must be in [0, 1)'),
+        ('learner.clip_high', -0.1, 'must not be negative'),
+        ('learner.tis_cap', -1.0, 'must not be negative'),
+        ('learner.kl_coef', -0.1, 'must not be negative'),
+        ('optimizer.learning_rate', -1e-6, 'must not be negative'),
+        ('optimizer.warmup_steps', -1, 'must not be negative'),
+        ('optimizer.decay_steps', -1, 'must not be negative'),
+        ('optimizer.weight_decay', -0.1, 'must not be negative'),
+        ('optimizer.beta1', 1.0, 'must be in [0, 1)'),
+        ('optimizer.beta2', -0.1, 'must be in [0, 1)'),
+        ('optimizer.eps', 0.0, 'must be positive'),
+        ('optimizer.max_grad_norm', 0.0, 'must be positive'),
+        ('data.source', '', "set 'reasoning_gym:<task>'"),
+        ('data.layout', 'csv', 'must be one of auto, polaris'),
+        ('data.answer_format', 'json', 'must be one of boxed, tag'),
+        ('data.options', '{', 'must be a JSON object'),
+        ('data.options', '[1]', 'must be a JSON object'),
+        ('reward.workers', 0, 'must be at least 1'),
+        ('reward.timeout_s', 0.0, 'must be positive'),
+        ('reward.function', 'my_reward', "must be 'module:function'"),
+        ('evaluate.every_steps', -2, 'must be at least -1'),
+        ('evaluate.samples', 0, 'must be at least 1'),
+        ('evaluate.temperature', -0.1, 'must not be negative'),
+        ('evaluate.top_p', 0.0, 'must be in (0, 1]'),
+        ('evaluate.top_p', 1.1, 'must be in (0, 1]'),
+        ('checkpoint.every_steps', 0, 'must be at least 1'),
+        ('checkpoint.keep', 0, 'must be at least 1'),
+        *(
+            (f'parallel.{axis}', size, 'must be positive, or -1')
+            for axis in ('data', 'fsdp', 'tensor')
+            for size in (0, -2)
+        ),
+        ('log.samples_per_step', -1, 'must not be negative'),
+    ],
+)
+def test_an_impossible_value_is_refused_by_name(field, value, what):
+    with pytest.raises(ConfigError) as caught:
+        resolve(change(make_config(), {field: value}))
+    assert str(caught.value).startswith(f'{field}={value!r}: ')
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'what'),
+    [
+        ('model.path', 'somewhere', 'keep one of them'),
+        ('model.shape.family', 'gpt2', 'must be one of qwen3, llama'),
+        *(
+            (f'model.shape.{name}', 0, 'must be positive')
+            for name in ('vocab_size', 'd_model', 'layers', 'query_heads')
+        ),
+        *((f'model.shape.{name}', 0, 'must be positive') for name in ('kv_heads', 'head_dim', 'd_ff', 'max_positions')),
+        *((f'model.shape.{name}', 0.0, 'must be positive') for name in ('rope_theta', 'norm_eps')),
+        ('model.shape.query_heads', 3, 'must be a multiple of model.shape.kv_heads=2'),
+        ('model.shape.head_dim', 7, 'must be even'),
+        ('schedule.dense_layers', (0, 2), 'the model has 2 layers'),
+    ],
+)
+def test_an_impossible_shape_is_refused_by_name(field, value, what):
+    resolve(random_weights())
+    with pytest.raises(ConfigError) as caught:
+        resolve(change(random_weights(), {field: value}))
+    assert str(caught.value).startswith(f'{field}={value!r}: ')
+    assert what in str(caught.value)
+
+
+def test_checks_that_depend_on_another_field():
+    with pytest.raises(ConfigError, match=r"schedule.path='': schedule.kind='file' needs the path"):
+        resolve(change(make_config(), {'schedule.kind': 'file'}))
+    # One sample a prompt and no budget are fine where nothing compares samples or reads budgets.
+    resolve(change(make_config(), {'phase': 'supervised', 'rollout.samples_per_prompt': 1}))
+    resolve(change(make_config(), {'schedule.kind': 'dense', 'schedule.budget_pages': 0}))
+    # With a checkpoint, its own shape counts: no field of `shape` is judged here.
+    resolve(change(make_config(), {'schedule.dense_layers': (0, 99), 'model.shape.query_heads': 3}))
+
+
+@pytest.mark.parametrize(
+    ('section', 'name', 'value', 'message'),
+    [
+        ('rollout', 'slots', 4.0, 'rollout.slots=4.0: must be of type int'),
+        ('rollout', 'slots', True, 'rollout.slots=True: must be of type int'),
+        ('rollout', 'temperature', '1', "rollout.temperature='1': must be of type float"),
+        ('rollout', 'temperature', False, 'rollout.temperature=False: must be of type float'),
+        ('model', 'remat', 1, 'model.remat=1: must be of type bool'),
+        ('model', 'path', None, 'model.path=None: must be of type str'),
+        ('model', 'shape', 'qwen3', "model.shape='qwen3': must be a section"),
+        ('tokenizer', 'template_options', 'x=1', "tokenizer.template_options='x=1': must be a section"),
+        ('tokenizer', 'end_tokens', 'ab', "tokenizer.end_tokens='ab': must be a tuple"),
+        ('schedule', 'dense_layers', 3, 'schedule.dense_layers=3: must be a tuple'),
+        ('schedule', 'dense_layers', ['0'], "schedule.dense_layers='0': must be of type int"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(section, name, value, message):
+    config = make_config().to_dict()
+    config[section][name] = value
+    with pytest.raises(ConfigError) as caught:
+        resolve(config)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_whole_number_serves_as_a_float():
+    config = make_config().to_dict()
+    config['rollout']['temperature'] = 1
+    temperature = resolve(config).rollout.temperature
+    assert (temperature, type(temperature)) == (1.0, float)
+
+
+def test_unknown_and_missing_fields():
+    config = make_config().to_dict()
+    config['rollout']['temprature'] = 1.0
+    with pytest.raises(ConfigError, match=r'^rollout.temprature: no such field; configs/base.py lists them all$'):
+        resolve(config)
+    del config['rollout']['temprature'], config['model']['shape']['d_ff']
+    with pytest.raises(ConfigError, match=r'^model.shape.d_ff: missing; start the config from configs/base.py$'):
+        resolve(config)
+    with pytest.raises(ConfigError, match=r'^modle: no such field'):
+        resolve({**make_config().to_dict(), 'modle': {}})
+    with pytest.raises(ConfigError, match=r'^rollout=3: must be a section'):
+        resolve({**make_config().to_dict(), 'rollout': 3})
+
+
+def test_differing_fields_lists_leaves():
+    old = {'seed': 0, 'rollout': {'slots': 4, 'page_tokens': 16}, 'gone': 1, 'same': [1, 2]}
+    new = {'seed': 1, 'rollout': {'slots': 4, 'page_tokens': 32}, 'added': {'x': 'y'}, 'same': [1, 2]}
+    assert differing_fields(old, new) == [
+        "added: '(absent)' -> {'x': 'y'}",
+        "gone: 1 -> '(absent)'",
+        'rollout.page_tokens: 16 -> 32',
+        'seed: 0 -> 1',
+    ]
+    assert differing_fields(old, old) == []
+
+
+def test_a_changed_configuration_differs_from_its_saved_form_in_that_field_alone():
+    saved = json.loads(to_json(resolve(make_config())))
+    changed = json.loads(to_json(resolve(change(make_config(), {'schedule.dense_layers': (0, 1, 2)}))))
+    assert differing_fields(saved, changed) == ['schedule.dense_layers: [0, 1] -> [0, 1, 2]']
