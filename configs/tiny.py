@@ -60,8 +60,8 @@ def get_config(arg: str = '') -> ConfigDict:
     c.mismatch.floor_sequences = 4
 
     c.learner.packing = 'on'
-    c.learner.rows_per_microbatch = 4
-    c.learner.row_tokens = 1024  # four sequences or five
+    c.learner.rows_per_microbatch = 8
+    c.learner.row_tokens = 512  # two sequences
     c.learner.head_chunk_tokens = 512
 
     c.optimizer.learning_rate = 1e-4

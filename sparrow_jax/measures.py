@@ -69,6 +69,7 @@ def mismatch_metrics(
     tail = summarize(np.concatenate(alpha), np.concatenate(lengths), bin_width_tokens, min_count)
     metrics = {
         'sparse/alpha_p05': tail.p05,
+        'sparse/alpha_p01': tail.p01,
         'sparse/alpha_p05_top20': lower_quantile(np.concatenate(top20)),
         'sparse/alpha_mean': tail.mean,
         'sparse/bins_below_min_count': float(tail.bins_too_small),

@@ -2,15 +2,16 @@
 
 Tokens and positions come from the learner, the prefill or the decode loop; final hidden states and logits go back
 there. The decoder knows no KV cache, no mask and no sparsity: whoever calls it passes `attend(layer, q, k, v) -> o`,
-which holds all of that.
+which holds all of that. A low-rank adapter (`adapter.py`) comes in the same way and stays apart from the weights.
 
 Weights live in the shapes that shard well, each with its logical axis names as metadata (`logical_axes`), all listed
 in `layer_weights` and `model_weights`. Used functionally: `graphdef, params = nnx.split(decoder)`, then
 `nnx.merge(graphdef, params).hidden(...)` under jit.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ from sparrow_jax.models.shape import DecoderShape, rope_frequencies
 # attend(layer, q_BTHA, k_BTKA, v_BTKA) -> o_BTHA. q and k come after RoPE and QK-norm; q is unscaled: attend applies
 # A**-0.5.
 Attend = Callable[[int, Array, Array, Array], Array]
+# Of one layer: name of a matrix -> {'a': [in..., rank], 'b': [rank, out...]}.
+Factors = dict[str, dict[str, Array]]
 
 
 class Weight(NamedTuple):
@@ -88,21 +91,35 @@ class Layer(nnx.Module):
         self.qk_norm = shape.qk_norm
         _make_weights(self, layer_weights(shape), rngs, param_dtype)
 
-    def __call__(self, x_BTD: Array, cos_BTA: Array, sin_BTA: Array, attend: Attend) -> Array:
+    def __call__(
+        self,
+        x_BTD: Array,
+        cos_BTA: Array,
+        sin_BTA: Array,
+        attend: Attend,
+        factors: Factors | None = None,
+        adapter_scale_BT: Array | None = None,
+    ) -> Array:
+        def project(name: str, equation: str, x: Array) -> Array:
+            y = _project(equation, x, getattr(self, name)[...])
+            if factors is not None and adapter_scale_BT is not None and name in factors:
+                y = add_low_rank(equation, x, y, factors[name]['a'], factors[name]['b'], adapter_scale_BT)
+            return y
+
         y_BTD = rms_norm(x_BTD, self.attention_norm[...], self.norm_eps)
-        q_BTHA = _project('btd,dha->btha', y_BTD, self.q[...])
-        k_BTKA = _project('btd,dka->btka', y_BTD, self.k[...])
-        v_BTKA = _project('btd,dka->btka', y_BTD, self.v[...])
+        q_BTHA = project('q', 'btd,dha->btha', y_BTD)
+        k_BTKA = project('k', 'btd,dka->btka', y_BTD)
+        v_BTKA = project('v', 'btd,dka->btka', y_BTD)
         if self.qk_norm:
             q_BTHA = rms_norm(q_BTHA, self.q_norm[...], self.norm_eps)
             k_BTKA = rms_norm(k_BTKA, self.k_norm[...], self.norm_eps)
         q_BTHA, k_BTKA = rotate(q_BTHA, cos_BTA, sin_BTA), rotate(k_BTKA, cos_BTA, sin_BTA)
         o_BTHA = attend(self.index, q_BTHA, k_BTKA, v_BTKA)
-        x_BTD = x_BTD + _project('btha,had->btd', o_BTHA.astype(x_BTD.dtype), self.o[...])
+        x_BTD = x_BTD + project('o', 'btha,had->btd', o_BTHA.astype(x_BTD.dtype))
         y_BTD = rms_norm(x_BTD, self.ffn_norm[...], self.norm_eps)
-        gate_BTF = _project('btd,df->btf', y_BTD, self.gate[...])
-        up_BTF = _project('btd,df->btf', y_BTD, self.up[...])
-        return x_BTD + _project('btf,fd->btd', jax.nn.silu(gate_BTF) * up_BTF, self.down[...])
+        gate_BTF = project('gate', 'btd,df->btf', y_BTD)
+        up_BTF = project('up', 'btd,df->btf', y_BTD)
+        return x_BTD + project('down', 'btf,fd->btd', jax.nn.silu(gate_BTF) * up_BTF)
 
 
 class Decoder(nnx.Module):
@@ -136,29 +153,48 @@ class Decoder(nnx.Module):
         _make_weights(self, model_weights(shape), rngs, param_dtype)
         self.layers = nnx.List([Layer(shape, i, rngs=rngs, param_dtype=param_dtype) for i in range(shape.layers)])
 
-    def hidden(self, tokens_BT: Array, positions_BT: Array, attend: Attend) -> Array:
+    def hidden(
+        self,
+        tokens_BT: Array,
+        positions_BT: Array,
+        attend: Attend,
+        adapter: Sequence[Factors] | None = None,
+        adapter_scale_BT: Array | None = None,
+    ) -> Array:
         """Final hidden states, after the last norm.
 
         Args:
           tokens_BT: int, ids in [0, V). What stands at padded places is up to `attend` to hide.
           positions_BT: int, position of each token in its sequence, from 0; fixes the rotary embedding, nothing else.
           attend: called once a layer, in order, with the layer's number as a Python int.
+          adapter: from `adapter.init_adapter`, one entry a layer; None leaves no trace in the computation.
+          adapter_scale_BT: from `AdapterSpec.scale_at`: alpha / rank where the adapter acts, exactly 0 where it does
+            not. Needed with an adapter and ignored without one.
 
         Returns:
-          hidden_BTD in the compute dtype. Differentiable in the weights and through `attend`.
+          hidden_BTD in the compute dtype. Differentiable in the weights, in the adapter and through `attend`.
+
+        Raises:
+          TypeError: an adapter without its scale, or with a mask in place of it.
+          ValueError: the adapter has another number of layers.
         """
+        if adapter is not None and (adapter_scale_BT is None or adapter_scale_BT.dtype == bool):
+            raise TypeError(
+                'adapter_scale_BT: an adapter needs float scales; make them with AdapterSpec.scale_at(mask)'
+            )
         x_BTD = jnp.take(self.embed[...], tokens_BT, axis=0).astype(self.compute_dtype)
         cos_BTA, sin_BTA = rope_angles(self.shape, positions_BT)
-        for layer in self.layers:
+        for layer, factors in zip(self.layers, adapter or [None] * len(self.layers), strict=True):
             if self.remat:
                 graphdef, params = nnx.split(layer)
 
-                def run(params: nnx.State, x_BTD: Array, cos_BTA: Array, sin_BTA: Array, graphdef=graphdef) -> Array:
-                    return nnx.merge(graphdef, params)(x_BTD, cos_BTA, sin_BTA, attend)
+                def run(params, x_BTD, cos_BTA, sin_BTA, factors, adapter_scale_BT, graphdef=graphdef) -> Array:
+                    layer = nnx.merge(graphdef, params)
+                    return layer(x_BTD, cos_BTA, sin_BTA, attend, factors, adapter_scale_BT)
 
-                x_BTD = jax.checkpoint(run)(params, x_BTD, cos_BTA, sin_BTA)
+                x_BTD = jax.checkpoint(run)(params, x_BTD, cos_BTA, sin_BTA, factors, adapter_scale_BT)
             else:
-                x_BTD = layer(x_BTD, cos_BTA, sin_BTA, attend)
+                x_BTD = layer(x_BTD, cos_BTA, sin_BTA, attend, factors, adapter_scale_BT)
         return rms_norm(x_BTD, self.final_norm[...], self.shape.norm_eps)
 
     def logits(self, hidden_D: Array) -> Array:
@@ -175,6 +211,30 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Array:
         """The LM head [V, D] in its stored dtype; the embedding where the two are tied."""
         return self.embed[...] if self.shape.tie_embeddings else self.head[...]
+
+
+def add_low_rank(equation: str, x: Array, y: Array, a: Array, b: Array, scale_BT: Array) -> Array:
+    """y + scale * ((x a) b), factorised: where scale is 0, y bit for bit, whatever a and b hold.
+
+    Operands are in x's dtype, sums in float32; the product a b, rounded to bfloat16 with the weights, would lose much of itself.
+
+    Args:
+      equation: of the product x, W -> y that a b is added to, such as 'btd,dha->btha'.
+      x: [B, T, in...].
+      y: [B, T, out...].
+      a: [in..., rank], any float dtype.
+      b: [rank, out...], likewise.
+      scale_BT: float32.
+
+    Returns:
+      y's shape and dtype. Gradients flow into x, y, a and b; none into a and b from places with scale 0.
+    """
+    inner, outer = equation.split(',')[0].removeprefix('bt'), equation.split('->bt')[1]
+    product = functools.partial(jnp.einsum, precision=_precision(x), preferred_element_type=jnp.float32)
+    z_BTr = product(f'bt{inner},{inner}r->btr', x, a.astype(x.dtype)) * scale_BT[..., None]
+    delta = product(f'btr,r{outer}->bt{outer}', z_BTr.astype(x.dtype), b.astype(x.dtype))
+    acts = jnp.expand_dims(scale_BT != 0, tuple(range(2, y.ndim)))
+    return jnp.where(acts, (y.astype(jnp.float32) + delta).astype(y.dtype), y)
 
 
 def rms_norm(x_D: Array, scale_D: Array, eps: float) -> Array:

@@ -57,9 +57,10 @@ def lower_quantile(values: np.ndarray, quantile: float = TAIL) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TailSummary:
-    """p05 and mean of alpha over all tokens and, where a bin holds enough of them, per bin of cached length."""
+    """p05, p01 and mean of alpha over all tokens and, where a bin holds enough of them, per bin of cached length."""
 
     p05: float
+    p01: float
     mean: float
     tokens: int
     bins: dict[tuple[int, int], float]
@@ -85,4 +86,4 @@ def summarize(alpha: np.ndarray, length_tokens: np.ndarray, bin_width_tokens: in
         else:
             bins[int(i) * bin_width_tokens, (int(i) + 1) * bin_width_tokens] = lower_quantile(inside)
     mean = float(np.mean(alpha, dtype=np.float64)) if alpha.size else float('nan')
-    return TailSummary(lower_quantile(alpha), mean, int(alpha.size), bins, small)
+    return TailSummary(lower_quantile(alpha), lower_quantile(alpha, 0.01), mean, int(alpha.size), bins, small)

@@ -1,0 +1,14 @@
+"""Rewards for `reward.function` in the tests of whole runs. Imported by verifier workers, so it imports nothing."""
+
+
+def lower_case(_problem, completion: str) -> float:
+    """The share of lower-case letters: random weights earn some of it, so that groups differ and gradients are not 0."""
+    return sum(c.islower() for c in completion) / max(len(completion), 1)
+
+
+def always_one(_problem, _completion) -> float:
+    return 1.0
+
+
+def fails(_problem, _completion) -> float:
+    raise KeyError('the reward function is broken')
