@@ -43,12 +43,13 @@ def train(run: RunConfig, workdir_path: str) -> int:
             try:
                 return _steps(trainer, writer, checkpoints, compiles, interrupts, workdir)
             except KeyboardInterrupt:
-                # The step under way left state and data position as they were: it is done again.
-                saved = trainer.position.step > 0 and not interrupts.forced
-                if saved:
+                # The step under way left state and data position as they were: it is done again. Unless the person
+                # would not wait for its end; then the last checkpoint counts.
+                if trainer.position.step > 0 and not interrupts.forced:
                     trainer.save(checkpoints)
-                    checkpoints.wait()
-                console.interrupted(trainer.position.step, saved=saved)
+                checkpoints.wait()
+                saved = checkpoints.latest_step()
+                console.interrupted(saved or 0, saved=saved is not None)
                 return 130
 
 
@@ -71,6 +72,7 @@ def _steps(
         first_accuracy = metrics['val/accuracy']
         writer.write(0, {**metrics, **trainer.timings, **compiles.take()})
     compiles.warmed_up()
+    compiles.take()  # where no row of step 0 took them: they are not the first step's
     while position.step < run.steps:
         console.begin_step(position.step + 1)
         began = time.perf_counter()

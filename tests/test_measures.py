@@ -45,6 +45,7 @@ def test_mismatch_leaves_out_first_tokens_and_counts_cached_tokens():
     metrics, tail = mismatch_metrics(make_scored(alpha_BT, np.zeros((2, 8))), bin_width_tokens=3, min_count=1)
     expected = {
         'sparse/alpha_p05': 0.6,
+        'sparse/alpha_p01': 0.6,
         'sparse/alpha_p05_top20': 0.3,
         'sparse/alpha_mean': 0.75,
         'sparse/bins_below_min_count': 0.0,

@@ -5,12 +5,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
-import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from sparrow_jax import commands
-from sparrow_jax.assembly import assemble
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import RunConfig, resolve
 from sparrow_jax.metrics import MACHINE_PREFIXES, read_rows
@@ -19,10 +19,10 @@ from sparrow_jax.train import train
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = 'configs/tiny.py:smoke'
 
-# Everything that fixes a compiled function is as in CONFIG, so that all these runs share compilations.
+# Whatever is compiled in is as in CONFIG, so that all these runs share compilations.
 CHANGES = {
-    'steps': 4,
-    'rollout.prompts_per_step': 4,  # 8 samples in 4 slots: some wait
+    'steps': 12,
+    'rollout.prompts_per_step': 4,  # 8 samples for 4 slots: some wait
     'reward.function': 'reward_functions:lower_case',
     'reward.workers': 1,
     'optimizer.learning_rate': 3e-3,
@@ -32,63 +32,120 @@ CHANGES = {
 }
 
 
-def flags(changes: dict) -> list[str]:
-    """As on the command line."""
-    return [f'--config.{name}={value}' for name, value in (CHANGES | changes).items()]
+class TinyRuns:
+    """Runs of CONFIG with CHANGES and further ones, given as field to value.
+
+    Args:
+        folder: for work directories.
+        data_cache, compile_cache: shared by all runs.
+    """
+
+    def __init__(self, folder: pathlib.Path, data_cache: str, compile_cache: pathlib.Path):
+        self.folder, self.data_cache, self.compile_cache = folder, data_cache, compile_cache
+
+    def flags(self, changes: dict) -> list[str]:
+        """The command line, without --workdir."""
+        fields = CHANGES | {'data.cache_dir': self.data_cache} | changes
+        return [f'--config={CONFIG}', *(f'--config.{name}={value}' for name, value in fields.items())]
+
+    def config(self, changes: dict) -> RunConfig:
+        return resolve(commands.load_config(CONFIG, self.flags(changes)[1:]))
+
+    def train(self, name: str, changes: dict | None = None, expected_code: int = 0) -> pathlib.Path:
+        """Trains in this process; the work directory."""
+        workdir = self.folder / name
+        assert train(self.config(changes or {}), str(workdir)) == expected_code
+        return workdir
+
+    def start(self, name: str, changes: dict | None = None) -> 'RunProcess':
+        """The same in a process of its own."""
+        workdir = self.folder / name
+        command = [sys.executable, '-m', 'sparrow_jax.train', *self.flags(changes or {}), f'--workdir={workdir}']
+        environment = os.environ | {
+            'PYTHONPATH': str(ROOT / 'tests'),  # of the reward function
+            'JAX_PLATFORMS': 'cpu',
+            'JAX_COMPILATION_CACHE_DIR': str(self.compile_cache),
+            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        }
+        return RunProcess(workdir, command, environment)
 
 
-def tiny(**changes) -> RunConfig:
-    """CONFIG with CHANGES and these, whose names have '__' for '.'."""
-    return resolve(commands.load_config(CONFIG, flags({name.replace('__', '.'): v for name, v in changes.items()})))
+class RunProcess:
+    """A training process, to be watched and ended; a context manager that leaves none behind."""
+
+    def __init__(self, workdir: pathlib.Path, command: list[str], environment: dict[str, str]):
+        self.workdir = workdir
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> 'RunProcess':
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def wait_for_step(self, step: int, limit_s: float = 240) -> None:
+        """Returns when the row of a step is written."""
+        self._wait(lambda: any(row['step'] >= step for row in rows_of(self.workdir)), f'step {step}', limit_s)
+
+    def wait_for_save(self, after_step: int, limit_s: float = 240) -> None:
+        """Returns when a checkpoint of a step after this one is being written."""
+        unfinished = lambda: [
+            path
+            for path in (self.workdir / 'checkpoints').glob('*.orbax-checkpoint-tmp*')
+            if int(path.name.split('.')[0]) > after_step
+        ]
+        self._wait(unfinished, f'a checkpoint after step {after_step}', limit_s)
+
+    def end(self, signal_number: int) -> tuple[int, str, str]:
+        """Sends the signal; exit code, output and error output once the process has ended."""
+        self._process.send_signal(signal_number)
+        out, err = self._process.communicate(timeout=120)
+        return self._process.returncode, out, err
+
+    def _wait(self, seen, what: str, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not seen():
+            if self._process.poll() is not None:
+                out, err = self._process.communicate()
+                raise AssertionError(f'ended with {self._process.returncode} before {what}:\n{out}\n{err}')
+            assert time.monotonic() < end, f'no {what} within {limit_s} s'
+            time.sleep(0.002)
 
 
-def run_to(workdir: pathlib.Path, **changes) -> list[dict]:
-    """Trains in this process; the rows of metrics.jsonl."""
-    assert train(tiny(**changes), str(workdir)) == 0
+def rows_of(workdir: pathlib.Path) -> list[dict]:
     return read_rows(workdir / 'metrics.jsonl')
 
 
-def start_process(workdir: pathlib.Path, cache: pathlib.Path, **changes) -> subprocess.Popen:
-    """The same run as a process of its own; output goes to workdir.out and workdir.err."""
-    named = {name.replace('__', '.'): value for name, value in changes.items()}
-    command = [sys.executable, '-m', 'sparrow_jax.train', f'--config={CONFIG}', *flags(named), f'--workdir={workdir}']
-    environment = os.environ | {
-        'PYTHONPATH': str(ROOT / 'tests'),
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_COMPILATION_CACHE_DIR': str(cache),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-    }
-    out, err = workdir.with_suffix('.out'), workdir.with_suffix('.err')
-    with open(out, 'a') as out_file, open(err, 'a') as err_file:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out_file, stderr=err_file)
-
-
-def without_machine(rows: list[dict]) -> list[dict]:
+def same_everywhere(rows: list[dict]) -> list[dict]:
     """Rows without what depends on the machine's speed."""
     return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in rows]
 
 
-def samples(workdir: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in (workdir / 'samples.jsonl').read_text().splitlines()]
-
-
-def final_state(workdir: pathlib.Path) -> dict[str, np.ndarray]:
-    """All arrays of the newest checkpoint by name, and the data position."""
-    import orbax.checkpoint as ocp
-
+def newest_checkpoint(workdir: pathlib.Path) -> tuple[int, dict[str, np.ndarray], dict]:
+    """Step, all arrays by name, and facts."""
     with Checkpoints(workdir / 'checkpoints', read_only=True) as checkpoints:
         step = checkpoints.latest_step()
         facts = checkpoints.facts(step)
     arrays = ocp.PyTreeCheckpointer().restore(workdir / 'checkpoints' / str(step) / 'arrays')
-    return {name: np.asarray(value) for name, value in arrays.items()} | {'facts': np.asarray(json.dumps(facts))}
+    return step, {name: np.asarray(value) for name, value in arrays.items()}, facts
 
 
 def assert_same_run(workdir: pathlib.Path, expected: pathlib.Path) -> None:
-    """Rows, samples and the newest checkpoint are equal bit for bit."""
-    rows, expected_rows = (without_machine(read_rows(w / 'metrics.jsonl')) for w in (workdir, expected))
-    assert rows == expected_rows
-    assert samples(workdir) == samples(expected)
-    state, expected_state = final_state(workdir), final_state(expected)
-    assert state.keys() == expected_state.keys()
-    for name, array in state.items():
-        assert array.tobytes() == expected_state[name].tobytes(), name
+    """Rows, answers, weights, optimizer state and data position are equal bit for bit."""
+    assert same_everywhere(rows_of(workdir)) == same_everywhere(rows_of(expected))
+    assert read_rows(workdir / 'samples.jsonl') == read_rows(expected / 'samples.jsonl')
+    step, arrays, facts = newest_checkpoint(workdir)
+    expected_step, expected_arrays, expected_facts = newest_checkpoint(expected)
+    assert (step, facts) == (expected_step, expected_facts)
+    assert arrays.keys() == expected_arrays.keys()
+    for name, array in arrays.items():
+        assert array.tobytes() == expected_arrays[name].tobytes(), name
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """Every file below the folder, the lock file aside (it names the last holder)."""
+    files = (path for path in sorted(folder.rglob('*')) if path.is_file() and path.name != '.lock')
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

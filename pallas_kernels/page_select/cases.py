@@ -44,7 +44,7 @@ class Case:
         landmark_BKNA = rng.standard_normal((B, K, N, A))
         if self.exact:
             q_BHA = np.sign(np.trunc(q_BHA)) * self.group  # so that the group's mean is a whole number too
-            landmark_BKNA = np.sign(np.trunc(landmark_BKNA / 1.6))  # one in ten is not 0
+            landmark_BKNA = np.sign(np.trunc(landmark_BKNA / 2.2))  # one in forty is not 0
         unfilled_BN = (np.arange(N) + 1) * self.page_tokens > np.asarray(self.lengths)[:, None]
         landmark_BKNA = np.where(unfilled_BN[:, None, :, None], free, landmark_BKNA)
         return {

@@ -179,12 +179,11 @@ class Decoder(nnx.Module):
           ValueError: the adapter has another number of layers.
         """
         if adapter is not None and (adapter_scale_BT is None or adapter_scale_BT.dtype == bool):
-            raise TypeError(
-                'adapter_scale_BT: an adapter needs float scales; make them with AdapterSpec.scale_at(mask)'
-            )
+            raise TypeError('adapter_scale_BT: an adapter needs float scales, from AdapterSpec.scale_at(mask)')
         x_BTD = jnp.take(self.embed[...], tokens_BT, axis=0).astype(self.compute_dtype)
         cos_BTA, sin_BTA = rope_angles(self.shape, positions_BT)
-        for layer, factors in zip(self.layers, adapter or [None] * len(self.layers), strict=True):
+        per_layer: Sequence[Factors | None] = [None] * len(self.layers) if adapter is None else adapter
+        for layer, factors in zip(self.layers, per_layer, strict=True):
             if self.remat:
                 graphdef, params = nnx.split(layer)
 
@@ -216,7 +215,7 @@ class Decoder(nnx.Module):
 def add_low_rank(equation: str, x: Array, y: Array, a: Array, b: Array, scale_BT: Array) -> Array:
     """y + scale * ((x a) b), factorised: where scale is 0, y bit for bit, whatever a and b hold.
 
-    Operands are in x's dtype, sums in float32; the product a b, rounded to bfloat16 with the weights, would lose much of itself.
+    Operands are in x's dtype, sums in float32.
 
     Args:
       equation: of the product x, W -> y that a b is added to, such as 'btd,dha->btha'.

@@ -46,7 +46,7 @@ def test_sparse_decode_is_attention_over_the_tokens_of_chosen_pages(case):
 
 @over(select_cases.CASES)
 def test_page_select_is_a_sort_by_score_and_page(case):
-    for seed in range(4):
+    for seed in range(3):
         arguments = case.arguments(seed)
         ids_BKM, count_B = jitted_operations.page_select(**arguments)
         expected_ids_BKM, expected_count_B = numpy_reference.page_select(**as_numpy(arguments))
@@ -80,12 +80,20 @@ def test_cases_cover_groups_head_sizes_page_sizes_and_dtypes(module):
 
 def test_exact_cases_hold_ties_that_decide():
     """Without ties across the budget's edge the sort's second key would go untested."""
-    decided = 0
+    decided = []
     for case in select_cases.CASES:
-        if not case.exact:
-            continue
         arguments = as_numpy(case.arguments())
-        lowest_first, _ = numpy_reference.page_select(**arguments)
-        arguments['landmark_BKNA'] = arguments['landmark_BKNA'] + np.arange(case.pages)[:, None] * 1e-6
-        decided += not np.array_equal(lowest_first, numpy_reference.page_select(**arguments)[0])
-    assert decided >= 5
+        lower_first, _ = numpy_reference.page_select(**arguments)
+        # Scores move by less than their distance, upwards with the page.
+        arguments['landmark_BKNA'] = (
+            arguments['landmark_BKNA']
+            + 1e-7
+            * np.sign(
+                arguments['q_BHA'].astype(np.float64).reshape(*arguments['landmark_BKNA'].shape[:2], case.group, 1, -1)
+            ).mean(axis=2)
+            * np.arange(case.pages)[:, None]
+        )
+        if not np.array_equal(lower_first, numpy_reference.page_select(**arguments)[0]):
+            decided.append(case)
+    assert len(decided) >= 5
+    assert all(case.exact for case in decided)

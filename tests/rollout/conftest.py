@@ -9,6 +9,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'pallas_kernels'))
 from sampler_setup import PAGES, TIGHT, Sampler, make_model
 
+from sparrow_jax.rollout.engine import Sampling
+
 
 @pytest.fixture(scope='session')
 def model():
@@ -23,5 +25,9 @@ def sampler(model):
 
 @pytest.fixture(scope='session')
 def small_pool(model):
-    """Eight slots, but pages for two longest sequences only."""
-    return Sampler(model, TIGHT, slots=8, pool_pages=2 * PAGES, prefill_rows=3, segment_steps=13)
+    """Eight slots, but pages for two longest sequences only. Its segment is compiled ahead, so that it can be read."""
+    sampler = Sampler(model, TIGHT, slots=8, pool_pages=2 * PAGES, prefill_rows=3, segment_steps=13)
+    engine, sampling = sampler.engine, Sampling(1.0)
+    segment = engine._segment(sampling).lower(sampler.weights, *engine._fresh(False)(), engine._values(sampling))
+    engine._functions['segment', engine._variant(sampling)] = segment.compile()
+    return sampler

@@ -104,8 +104,14 @@ def test_summary_by_bins_of_cached_length():
     np.testing.assert_allclose([tail.p05, tail.mean], [0.2, 3.3 / 6], rtol=1e-6)
 
 
+def test_summary_names_its_quantiles():
+    """1/200, 2/200, ... 1: index floor(.05 * 199) = 9 and floor(.01 * 199) = 1."""
+    alpha = np.random.default_rng(0).permutation(np.arange(1, 201)) / 200
+    tail = summarize(alpha, np.zeros(200, int), 10, 1)
+    np.testing.assert_allclose([tail.p05, tail.p01, tail.mean], [10 / 200, 2 / 200, 100.5 / 200], rtol=1e-12)
+
+
 def test_summary_of_no_tokens():
     tail = summarize(np.zeros(0, np.float32), np.zeros(0, int), 10, 1)
     assert (tail.tokens, tail.bins, tail.bins_too_small) == (0, {}, 0)
-    assert np.isnan(tail.p05)
-    assert np.isnan(tail.mean)
+    assert np.isnan([tail.p05, tail.p01, tail.mean]).all()

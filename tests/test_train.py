@@ -1,0 +1,296 @@
+"""Whole training runs of a tiny random model: what they log, that they repeat, and that they go on after any end."""
+
+import json
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+from tiny_run import (
+    ROOT,
+    TinyRuns,
+    assert_same_run,
+    contents,
+    newest_checkpoint,
+    rows_of,
+    same_everywhere,
+)
+
+from sparrow_jax import commands, trainer
+from sparrow_jax.config import ConfigError
+from sparrow_jax.metrics import read_rows
+from sparrow_jax.train import train
+
+CONTRACT = """
+    critic/score/mean actor/pg_loss actor/ppo_kl actor/entropy actor/grad_norm
+    response_length/mean response_length/clip_ratio rollout_corr/kl
+    sparse/alpha_p05 sparse/alpha_p05_top20 sparse/alpha_floor_p05 sparse/alpha_mean
+    sparse/alpha_p05/bin_0_64 sparse/alpha_p05/bin_64_128 sparse/budget_pages/mean sparse/kv_read_fraction
+    timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/update_actor timing_s/step
+    perf/throughput perf/total_num_tokens compile/count
+""".split()
+
+# Steps 1 and 4 of `whole` (float32 on a CPU). A change that moves them changes what training computes: write in the
+# log why before writing new numbers here. A new reasoning-gym may bring other problems, and thereby other numbers.
+GOLDEN = {}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def in_the_repository():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, data_cache, compile_cache):
+    return TinyRuns(tmp_path_factory.mktemp('runs'), data_cache, compile_cache)
+
+
+@pytest.fixture(scope='module')
+def whole(runs):
+    """The work directory of an undisturbed run."""
+    return runs.train('whole')
+
+
+# ---------------------------------------------------------------------- what a run logs
+
+
+@pytest.mark.slow
+def test_every_number_of_the_contract_is_logged_and_finite(whole):
+    rows = rows_of(whole)
+    assert [row['step'] for row in rows] == list(range(13))
+    for row in rows[1:]:
+        assert [name for name in CONTRACT if name not in row] == []
+        assert [name for name, value in row.items() if not np.isfinite(value)] == []
+    assert [row['step'] for row in rows if 'val/accuracy' in row] == [0, 2, 4, 6, 8, 10, 12]
+    for row in rows[1:]:
+        assert 0 < row['sparse/alpha_p05'] <= row['sparse/alpha_mean'] <= 1
+        assert row['sparse/alpha_p05_top20'] <= row['sparse/alpha_p05']
+        assert row['sparse/alpha_floor_p05'] > 0.9999
+        assert 0.5 < row['sparse/kv_read_fraction'] < 1
+        assert 0 < row['actor/entropy'] < np.log(512)
+        assert row['actor/grad_norm'] > 0
+        assert 0 < row['critic/score/mean'] < 1
+
+
+def test_nothing_is_compiled_after_the_warm_up(whole):
+    rows = rows_of(whole)
+    assert rows[0]['compile/count'] > 10
+    assert [row['compile/count'] for row in rows[1:]] == [0] * 12
+
+
+def test_answers_are_kept_beside_the_numbers(whole):
+    answers = read_rows(whole / 'samples.jsonl')
+    assert [answer['step'] for answer in answers] == [step for step in range(1, 13) for _ in range(8)]
+    scores = {row['step']: row['critic/score/mean'] for row in rows_of(whole)[1:]}
+    for step, score in scores.items():
+        rewards = [answer['reward'] for answer in answers if answer['step'] == step]
+        assert np.mean(rewards) == pytest.approx(score)
+        assert len({answer['prompt'] for answer in answers if answer['step'] == step}) == 4
+
+
+def test_golden_metrics(whole):
+    rows = {row['step']: row for row in rows_of(whole)}
+    measured = {step: {name: rows[step][name] for name in values} for step, values in GOLDEN.items()}
+    assert measured == {step: pytest.approx(values, rel=1e-3, abs=1e-3) for step, values in GOLDEN.items()}
+
+
+# ---------------------------------------------------------------------- what the settings do
+
+
+@pytest.mark.slow
+def test_a_dense_sampler_and_no_learning_leave_every_ratio_at_one(runs, whole):
+    """The temperature means the same in sampler and learner, and no token is compared with its neighbour."""
+    workdir = runs.train(
+        'dense',
+        {
+            'steps': 2,
+            'schedule.kind': 'dense',
+            'rollout.temperature': 0.6,
+            'optimizer.learning_rate': 0.0,
+            'learner.updates_per_step': 2,
+        },
+    )
+    for row in rows_of(workdir)[1:]:
+        assert row['actor/ratio_mean'] == pytest.approx(1, abs=1e-6)
+        assert row['actor/ppo_kl'] == pytest.approx(0, abs=1e-6)
+        assert row['rollout_corr/rollout_is_mean'] == pytest.approx(1, abs=1e-5)
+        assert row['rollout_corr/rollout_is_max'] == pytest.approx(1, abs=1e-4)
+        assert row['rollout_corr/kl'] == pytest.approx(0, abs=1e-5)
+        assert row['sparse/alpha_p05'] > 0.9999
+        assert row['sparse/kv_read_fraction'] == 1
+        assert row['actor/grad_norm'] > 0
+        assert row['compile/count'] == 0
+    # The same numbers do move where the sampler is sparse.
+    assert all(row['rollout_corr/rollout_is_max'] > 1.2 for row in rows_of(whole)[1:])
+
+
+@pytest.mark.slow
+def test_several_updates_of_a_step_keep_groups_whole(runs, monkeypatch):
+    updates = []
+    split = trainer.micro_batches
+
+    def spy(samples, layout):
+        updates.append(samples)
+        return split(samples, layout)
+
+    monkeypatch.setattr(trainer, 'micro_batches', spy)
+    workdir = runs.train(
+        'updates', {'steps': 2, 'learner.updates_per_step': 2, 'mismatch.floor_every_steps': 0, 'mismatch.every_steps': 0}
+    )
+    assert [len(samples) for samples in updates] == [4, 4, 4, 4]
+    for samples in updates:
+        for first, second in (samples[:2], samples[2:]):
+            np.testing.assert_array_equal(first.prompt_ids, second.prompt_ids)
+            assert first.advantage == pytest.approx(-second.advantage, rel=1e-2)
+            assert first.advantage != 0
+    for row in rows_of(workdir)[1:]:
+        assert abs(row['actor/ratio_mean'] - 1) > 1e-6  # the second update meets weights that the first one moved
+        assert 'sparse/alpha_p05' not in row
+        assert row['compile/count'] == 0
+    assert newest_checkpoint(workdir)[1]['updates'] == 4
+
+
+@pytest.mark.slow
+def test_distance_to_the_start_policy_also_after_a_resume(runs):
+    changes = {
+        'learner.kl_coef': 0.1,
+        'mismatch.every_steps': 2,
+        'mismatch.floor_every_steps': 3,
+        'evaluate.every_steps': 1,
+        'evaluate.top_p': 0.7,
+        'evaluate.temperature': 1.0,
+        'evaluate.samples': 2,
+    }
+    whole = runs.train('kl', changes | {'steps': 4})
+    rows = rows_of(whole)
+    assert rows[1]['actor/kl_loss'] == pytest.approx(0, abs=1e-9)
+    assert all(row['actor/kl_loss'] > 1e-5 for row in rows[2:])
+    assert [row['step'] for row in rows if 'sparse/alpha_p05' in row] == [2, 4]
+    assert [row['step'] for row in rows if 'sparse/alpha_floor_p05' in row] == [1, 3]
+    assert all({'val/pass@1', 'val/pass@2'} < row.keys() for row in rows)
+    assert [row['compile/count'] for row in rows[1:]] == [0] * 4
+    # The start policy is read again, not taken from the checkpoint.
+    runs.train('kl_resumed', changes | {'steps': 2})
+    assert_same_run(runs.train('kl_resumed', changes | {'steps': 4}), whole)
+
+
+@pytest.mark.slow
+def test_packing_changes_nothing_but_rounding(runs, whole):
+    rows = same_everywhere(rows_of(runs.train('unpacked', {'steps': 2, 'learner.packing': 'off'})))
+    packed = same_everywhere(rows_of(whole)[:3])
+    assert rows[:2] == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in packed[:2]]
+    assert rows[2] == pytest.approx(packed[2], rel=1e-3, abs=1e-4)
+
+
+SUPERVISED = {
+    'phase': 'supervised',
+    'data.options': '{"min_n": 100, "max_n": 1000}',
+    'reward.function': '',
+    'rollout.prompts_per_step': 8,
+    'optimizer.learning_rate': 1e-2,
+    'evaluate.every_steps': 0,
+}
+
+
+@pytest.mark.slow
+def test_supervised_training_lowers_its_loss(runs):
+    rows = rows_of(runs.train('supervised', SUPERVISED))
+    losses = [row['supervised/loss'] for row in rows[1:]]
+    assert len(losses) == 12
+    assert losses[0] == pytest.approx(np.log(512), abs=0.3)  # random weights know nothing
+    assert losses[-1] < 0.75 * losses[0]
+    assert [row['compile/count'] for row in rows[1:]] == [0] * 12
+    assert not any(name.startswith(('actor/pg', 'sparse/', 'rollout_corr/')) for row in rows for name in row)
+
+
+# ---------------------------------------------------------------------- going on
+
+
+@pytest.mark.slow
+def test_more_steps_later_are_the_same_run(runs, whole):
+    """Rows that a killed process wrote after its last checkpoint are replaced."""
+    workdir = runs.train('raised', {'steps': 4})
+    before = contents(workdir)
+    config = runs.flags({'optimizer.learning_rate': 1e-3, 'seed': 5, 'steps': 12})
+    for file in ('metrics.jsonl', 'samples.jsonl'):
+        with open(workdir / file, 'a') as late:
+            late.write(json.dumps({'step': 5, 'critic/score/mean': 9.0}) + '\n{"step": 6, "crit')
+    runs.train('raised')
+    assert_same_run(workdir, whole)
+    assert [row['compile/count'] for row in rows_of(workdir)[5:]] == [0] * 8
+    del before, config
+
+
+def test_another_configuration_is_refused_and_nothing_changes(runs, whole, capsys):
+    before = contents(whole)
+    argv = ['train', *runs.flags({'optimizer.learning_rate': 1e-3, 'seed': 5}), f'--workdir={whole}']
+    with pytest.raises(SystemExit) as exit_:
+        commands.run(train, argv=argv)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: --workdir=')
+    assert '\n  optimizer.learning_rate: 0.003 -> 0.001\n  seed: 0 -> 5\n' in error
+    assert contents(whole) == before
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(runs, whole, capsys):
+    before = contents(whole)
+    runs.train('whole')
+    assert 'this run has all of its 12 steps; raise --config.steps to go on' in capsys.readouterr().out
+    after = contents(whole)
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('where', 'signals', 'saved'),
+    [
+        ('score', 1, 2),  # the step under way is thrown away and done again
+        ('update', 1, 3),  # the step under way is finished first
+        ('update', 2, None),  # twice: ended at once
+    ],
+)
+def test_interrupted_at_step_3(where, signals, saved, runs, whole, capsys, monkeypatch):
+    original = getattr(trainer.Trainer, where)
+
+    def interrupting(self, *args):
+        if self.position.step == 2:
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGINT)
+        return original(self, *args)
+
+    name = f'interrupted_{where}_{signals}'
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, where, interrupting)
+        workdir = runs.train(name, {'checkpoint.every_steps': 100}, expected_code=130)
+    out = capsys.readouterr().out
+    if saved:
+        assert f'Stopped. Saved at step {saved}; run the same command to go on.' in out
+        assert newest_checkpoint(workdir)[0] == saved
+    else:
+        assert 'Stopped before anything was saved (step 0); run the same command to begin again.' in out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_same_run(runs.train(name), whole)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_while_saving_and_stopped(runs, whole):
+    """Two SIGKILLs and a Ctrl-C of one run, each in a new process; the rest of it in this one."""
+    with runs.start('killed') as process:
+        process.wait_for_step(1)
+        time.sleep(random.Random(0).uniform(0, 0.5))
+        assert process.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    with runs.start('killed') as process:
+        process.wait_for_save(after_step=rows_of(process.workdir)[-1]['step'] + 1)
+        assert process.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    with runs.start('killed') as process:
+        process.wait_for_step(rows_of(process.workdir)[-1]['step'] + 1)
+        code, out, err = process.end(signal.SIGINT)
+    assert code == 130
+    assert 'Stopped. Saved at step ' in out
+    assert 'Traceback' not in err
+    assert rows_of(process.workdir)[-1]['step'] < 12, 'the signals came too late to show anything'
+    assert_same_run(runs.train('killed'), whole)
