@@ -91,8 +91,12 @@ class Parts:
         return {'param_dtype': jnp.dtype(model.param_dtype), 'compute_dtype': jnp.dtype(model.compute_dtype)}
 
 
-def assemble(run: RunConfig) -> Parts:
+def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Parts:
     """Makes the parts; reads configuration files and tokenizer, no weights.
+
+    Args:
+        run: the configuration.
+        trains, samples: False for a command that does not; it needs no memory for it.
 
     Raises:
         ConfigError: the configuration, the files it names and this machine do not fit each other.
@@ -113,7 +117,7 @@ def assemble(run: RunConfig) -> Parts:
             f'the tokenizer has {len(encoder.tokenizer)} tokens, the model an embedding of {shape.vocab_size}: '
             'tokenizer.path and model.path belong to different models'
         )
-    parts = memory.check_fits(run, shape, mesh.shape)
+    parts = memory.check_fits(run, shape, mesh.shape, trains=trains, samples=samples)
     dtypes = {'param_dtype': jnp.dtype(run.model.param_dtype), 'compute_dtype': jnp.dtype(run.model.compute_dtype)}
     learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **dtypes)
     sampler_graph, _ = abstract_decoder(shape, remat=False, **dtypes)

@@ -6,6 +6,7 @@ to W/evaluation_samples.jsonl.
 """
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from sparrow_jax.workdir import results_folder
 def evaluate_run(run: RunConfig, workdir: str) -> int:
     """Evaluates with both samplers; returns the exit code."""
     folder = results_folder(workdir)
-    parts = assemble(run)
+    parts = assemble(run, trains=False)
     held_out = load_problems(run.data, 'held_out')
     problems = [held_out[i] for i in range(len(held_out))]
     with Console() as console, Verifier(run.reward, run.data, prompt_opens_think=parts.encoder.opens_think) as verifier:
@@ -59,7 +60,9 @@ def evaluate_run(run: RunConfig, workdir: str) -> int:
 
 def _write(folder: Path, step: int, sampler: str, outcome: Evaluation, metrics: dict[str, float]) -> None:
     with open(folder / 'evaluation.jsonl', 'a', encoding='utf-8') as file:
-        file.write(json.dumps({'step': step, 'sampler': sampler, **metrics}) + '\n')
+        # JSON knows no NaN: the KV share of answers of one token, say.
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        file.write(json.dumps({'step': step, 'sampler': sampler, **known}) + '\n')
     with open(folder / 'evaluation_samples.jsonl', 'a', encoding='utf-8') as file:
         for i, (completion, score, response) in enumerate(
             zip(outcome.completions, outcome.scores, outcome.responses, strict=True)

@@ -3,16 +3,18 @@ command.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 from flax import nnx
 
 from sparrow_jax.assembly import Parts
+from sparrow_jax.config import ConfigError
 from sparrow_jax.measures import length_metrics, pass_at_k, read_metrics
 from sparrow_jax.rollout.engine import Engine, Progress, Request, Response, Sampling
 from sparrow_jax.tasks.problems import Problem
+from sparrow_jax.tasks.prompts import fitting_prompts
 from sparrow_jax.tasks.verifiers import Score, Verifier
 
 
@@ -55,6 +57,21 @@ class Evaluation:
         return metrics
 
 
+def held_out_prompts(parts: Parts, problems: Iterable[Problem]) -> list[tuple[Problem, list[int]]]:
+    """The problems whose prompts are not too long, with their prompts.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    longest = parts.run.rollout.max_prompt_tokens
+    fitting = list(fitting_prompts(problems, parts.encoder, longest))
+    if not fitting and parts.run.data.eval_examples == 0:
+        raise ConfigError('data.eval_examples=0: there is no held-out problem (evaluate.every_steps=-1 needs none)')
+    if not fitting:
+        raise ConfigError(f'rollout.max_prompt_tokens={longest}: no held-out problem has so short a prompt')
+    return fitting
+
+
 def evaluate(
     parts: Parts,
     engine: Engine,
@@ -69,19 +86,15 @@ def evaluate(
     """Samples `samples` answers to every problem and scores them. Overlong prompts are counted and skipped.
 
     The random keys come from the run's seed alone, so two policies meet the same draws.
+
+    Raises:
+        ConfigError: as `held_out_prompts`.
     """
-    rollout = parts.run.rollout
-    kept, encoded = [], []
-    for problem in problems:
-        ids = parts.encoder.encode(problem)
-        if len(ids) <= rollout.max_prompt_tokens:
-            kept.append(problem)
-            encoded.append(ids)
-    if not kept:
-        return Evaluation([], samples, [], [], [], [], len(problems))
+    fitting = held_out_prompts(parts, problems)
+    kept = [problem for problem, _ in fitting]
     requests = [
-        Request(ids, i, sample, rollout.max_response_tokens)
-        for i, ids in enumerate(encoded)
+        Request(ids, i, sample, parts.run.rollout.max_response_tokens)
+        for i, (_, ids) in enumerate(fitting)
         for sample in range(samples)
     ]
     key = jax.random.fold_in(jax.random.key(parts.run.seed), EVALUATION_STREAM)

@@ -19,10 +19,11 @@ def export(workdir: str, out: str) -> int:
     """Exports; returns the exit code."""
     _, run = Workdir.existing(workdir)
     folder = empty_folder(out, '--out')
-    parts = assemble(run)
+    parts = assemble(run, trains=False, samples=False)
     params, step = policy_params(parts, workdir)
     if step == 0:
         raise ConfigError(f'--workdir={workdir}: no checkpoint there yet')
+    parts.encoder.tokenizer.chat_template = parts.encoder.chat_template  # the one it was trained with
     parts.encoder.tokenizer.save_pretrained(folder)
     # config.json comes last: a folder without it is an interrupted export.
     dtype = str(jnp.dtype(run.model.compute_dtype))

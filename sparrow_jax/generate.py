@@ -18,6 +18,7 @@ from sparrow_jax.measures import read_metrics
 from sparrow_jax.rollout.engine import Request, Sampling
 from sparrow_jax.tasks.problems import Problem
 from sparrow_jax.tasks.prompts import PromptEncoder
+from sparrow_jax.workdir import Workdir
 
 STREAM_STEPS = 8  # decode steps between two looks at the new tokens
 
@@ -28,11 +29,13 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
         raise ConfigError(f'--sampler={sampler}: must be sparse or dense')
     one = dataclasses.replace(run.rollout, slots=1, prefill_rows=1, pool_pages=0, segment_steps=STREAM_STEPS)
     parallel = dataclasses.replace(run.parallel, data=1, fsdp=1, tensor=len(jax.devices()))
-    parts = assemble(dataclasses.replace(run, rollout=one, parallel=parallel))
+    if workdir:
+        Workdir.existing(workdir)  # the start weights would answer in its place
+    parts = assemble(dataclasses.replace(run, rollout=one, parallel=parallel), trains=False)
     ids = parts.encoder.encode(Problem(index=0, question=prompt, answer='', source='prompt', metadata={}))
     if len(ids) > one.max_prompt_tokens:
         raise ConfigError(f'--prompt: has {len(ids)} tokens, rollout.max_prompt_tokens={one.max_prompt_tokens}')
-    params, _ = policy_params(parts, workdir)
+    params, step = policy_params(parts, workdir)
     engine = parts.engine()
     sampling = Sampling(one.temperature, sparse=sampler == 'sparse')
     weights = engine.weights(params)
@@ -54,6 +57,7 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     if sampling.sparse and tokens > 1:
         reads = read_metrics(parts.schedule, parts.shape.layers, [len(ids)], [response])
         facts += f', read {reads["sparse/kv_read_fraction"]:.0%} of the dense KV bytes'
+    facts += f'; policy after step {step}' if step else f'; start weights ({run.model.path or "random"})'
     print(facts, file=sys.stderr)
     return 0
 

@@ -21,6 +21,8 @@ HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and wh
 # cast and mask.
 _BYTES_AN_ACTIVATION = {4: 6, 2: 4}
 _BYTES_AN_ATTENTION_WEIGHT = 16
+_OF_TRAINING = ('optimizer', 'start policy', 'learner: ')
+_OF_SAMPLING = ('sampler weights', 'rollout: ')
 _KIB_SUFFIXES = ('KiB', 'MiB', 'GiB', 'TiB')
 
 
@@ -125,18 +127,27 @@ def host_available_bytes(root: Path = Path('/')) -> int | None:
 
 
 def check_fits(
-    run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int], device: jax.Device | None = None
+    run: RunConfig,
+    shape: DecoderShape,
+    mesh_sizes: Mapping[str, int],
+    device: jax.Device | None = None,
+    *,
+    trains: bool = True,
+    samples: bool = True,
 ) -> dict[str, int]:
     """Raises ConfigError with a table of the parts where the run needs more than a device has.
 
     Args:
         run, shape, mesh_sizes: as in `estimate`.
         device: one of the run's; the first local one by default. One that does not tell its memory is taken to suffice.
+        trains, samples: False for a command without updates or without a sampler; what these need is left out.
     Returns:
         The parts, for the start block.
     """
     device = device or jax.local_devices()[0]
     parts = estimate(run, shape, mesh_sizes, device.platform)
+    unused = (() if trains else _OF_TRAINING) + (() if samples else _OF_SAMPLING)
+    parts = {name: size for name, size in parts.items() if not name.startswith(unused)}
     available, needed = available_bytes(device), peak_bytes(parts)
     if available is not None and needed > (1 - HEADROOM) * available:
         raise ConfigError(

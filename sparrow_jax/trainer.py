@@ -15,8 +15,9 @@ from flax import nnx
 
 from sparrow_jax.assembly import Parts
 from sparrow_jax.checkpoint import Checkpoints
+from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
-from sparrow_jax.evaluation import evaluate
+from sparrow_jax.evaluation import evaluate, held_out_prompts
 from sparrow_jax.learner.advantages import ADVANTAGES
 from sparrow_jax.learner.learner import Learner, LearnerState, Scores
 from sparrow_jax.learner.rows import Rows, Sample, micro_batches
@@ -64,6 +65,7 @@ class Trainer:
         self.engine = parts.engine()
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
+        self.check_data()
         self.key = jax.random.key(self.run.seed)
         self.position = Position()
         self.state: LearnerState  # set by `start`
@@ -81,11 +83,17 @@ class Trainer:
             self.state = self.learner.init(self.reference if self.reference is not None else self.parts.start_params())
             return None
         self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
+        if facts['data'] != self.train_set.fingerprint:
+            raise ConfigError(
+                f'data.source={self.run.data.source!r}: has other problems now than when this run began; restore the '
+                'file (or the version of reasoning-gym), or give another --workdir'
+            )
         self.position = Position(**facts['position'])
         return step
 
     def save(self, checkpoints: Checkpoints) -> None:
-        checkpoints.save(self.position.step, self.state, {'position': dataclasses.asdict(self.position)})
+        facts = {'position': dataclasses.asdict(self.position), 'data': self.train_set.fingerprint}
+        checkpoints.save(self.position.step, self.state, facts)
 
     def warm_up(self) -> None:
         """Compiles everything that the run will need, so that nothing compiles later."""
@@ -104,6 +112,15 @@ class Trainer:
         self.engine.warm_up(weights, sorted(samplings, key=repr), lambda what: self.console.status('compiling', what))
         self.console.status('compiling', 'learner')
         self.state = self.learner.warm_up(self.state, keep_hidden=sorted(keep_hidden))
+
+    def check_data(self) -> None:
+        """Says what is wrong with the data before minutes of compiling, not after."""
+        if self.run.phase == 'supervised':
+            self.worked_sample(0)
+        else:
+            take_prompts(self.train_set, self.parts.encoder, 0, 1, self.run.rollout.max_prompt_tokens)
+        if self.run.evaluate.every_steps >= 0:
+            held_out_prompts(self.parts, self.held_out)
 
     # ------------------------------------------------------------------ what a step does when
 
@@ -184,11 +201,7 @@ class Trainer:
         """A batch of worked solutions."""
         start = self.position.problem
         count = self.run.rollout.prompts_per_step
-        samples = []
-        for position in range(start, start + count):
-            problem = self.train_set.at(position)
-            prompt, response = self.parts.encoder.encode_worked(problem, worked_solution(problem, self.run.seed))
-            samples.append(Sample(np.asarray(prompt), np.asarray(response)))
+        samples = [self.worked_sample(position) for position in range(start, start + count)]
         self.position.problem += count
         updates = self.make_updates(samples)
         metrics = {
@@ -196,6 +209,19 @@ class Trainer:
             'response_length/mean': float(np.mean([len(s.response_ids) for s in samples])),
         }
         return Prepared(updates, None, metrics, [])
+
+    def worked_sample(self, position: int) -> Sample:
+        """The worked solution at a position of the training problems. Raises ConfigError if no row can hold it."""
+        problem = self.train_set.at(position)
+        prompt, response = self.parts.encoder.encode_worked(problem, worked_solution(problem, self.run.seed))
+        sample = Sample(np.asarray(prompt), np.asarray(response))
+        if sample.tokens > self.run.row_tokens:
+            raise ConfigError(
+                f'rollout.max_response_tokens={self.run.rollout.max_response_tokens}: a worked solution has '
+                f'{len(response)} tokens, {sample.tokens} with its prompt, and a row of the learner '
+                f'{self.run.row_tokens}; set it higher'
+            )
+        return sample
 
     def next_prompts(self) -> tuple[list[Problem], list[list[int]]]:
         rollout = self.run.rollout

@@ -21,6 +21,8 @@ from sparrow_jax.config import ConfigError, RunConfig, differing_fields, resolve
 from sparrow_jax.console import notice_once
 
 CONFIG_NAME = 'config.json'
+METRICS_NAME = 'metrics.jsonl'
+CHECKPOINTS_NAME = 'checkpoints'
 LOCK_NAME = '.lock'
 
 # A resumed run may change these: how long it goes on, what it writes, and where it computes, but never what a step
@@ -51,7 +53,7 @@ class Workdir:
 
     @property
     def metrics_file(self) -> Path:
-        return self.path / 'metrics.jsonl'
+        return self.path / METRICS_NAME
 
     @property
     def samples_file(self) -> Path:
@@ -59,7 +61,7 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / 'checkpoints'
+        return self.path / CHECKPOINTS_NAME
 
     @property
     def tensorboard(self) -> Path:
@@ -90,7 +92,7 @@ class Workdir:
                 leaves the stored ones.
             primary: `jax.process_index() == 0`; other processes check the configuration and write nothing.
         Raises:
-            ConfigError: the path is a file, cannot be written, holds something else, belongs to another
+            ConfigError: the path is a file, cannot be written, holds something else, holds results of another
                 configuration, or is in use by another process. Nothing in the folder has been changed then.
         """
         folder = _local_folder(path)
@@ -201,18 +203,25 @@ def _stored_config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> bool:
-    """Whether the folder holds an earlier start of `run`; raises ConfigError where it holds another run."""
+    """Whether the folder holds an earlier start of `run`; raises ConfigError where it holds results of another run."""
     stored = _stored_config(folder)
     if stored is None:
         return False
     changed = differing_fields(stored, json.loads(to_json(run)))
     lines = [line for line in changed if line.split(':')[0].split('.')[0] not in may_change]
+    if lines and not _has_results(folder):
+        return False  # a start that failed on a setting, which is mended now
     if lines:
         raise ConfigError(
             f'--workdir={folder}: belongs to another configuration; give another --workdir or undo these changes:\n  '
             + '\n  '.join(lines)
         )
     return True
+
+
+def _has_results(folder: Path) -> bool:
+    metrics, checkpoints = folder / METRICS_NAME, folder / CHECKPOINTS_NAME
+    return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 def _take_lock(folder: Path, command: str) -> int | None:

@@ -2,7 +2,7 @@
 
 
 def lower_case(_problem, completion: str) -> float:
-    """The share of lower-case letters: random weights earn some of it, so that groups differ and gradients are not 0."""
+    """The share of lower-case letters: random weights earn some, so that samples differ and gradients are not 0."""
     return sum(c.islower() for c in completion) / max(len(completion), 1)
 
 

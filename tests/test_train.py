@@ -1,9 +1,7 @@
 """Whole training runs of a tiny random model: what they log, that they repeat, and that they go on after any end."""
 
 import json
-import random
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -18,22 +16,47 @@ from tiny_run import (
 )
 
 from sparrow_jax import commands, trainer
-from sparrow_jax.config import ConfigError
 from sparrow_jax.metrics import read_rows
 from sparrow_jax.train import train
 
-CONTRACT = """
-    critic/score/mean actor/pg_loss actor/ppo_kl actor/entropy actor/grad_norm
-    response_length/mean response_length/clip_ratio rollout_corr/kl
-    sparse/alpha_p05 sparse/alpha_p05_top20 sparse/alpha_floor_p05 sparse/alpha_mean
-    sparse/alpha_p05/bin_0_64 sparse/alpha_p05/bin_64_128 sparse/budget_pages/mean sparse/kv_read_fraction
-    timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/update_actor timing_s/step
-    perf/throughput perf/total_num_tokens compile/count
-""".split()
+CONTRACT = (
+    *('critic/score/mean', 'actor/pg_loss', 'actor/ppo_kl', 'actor/entropy', 'actor/grad_norm'),
+    *('response_length/mean', 'response_length/clip_ratio', 'rollout_corr/kl'),
+    *('sparse/alpha_p05', 'sparse/alpha_p05_top20', 'sparse/alpha_floor_p05', 'sparse/alpha_mean'),
+    *('sparse/alpha_p05/bin_0_64', 'sparse/alpha_p05/bin_64_128'),
+    *('sparse/budget_pages/mean', 'sparse/kv_read_fraction'),
+    *('timing_s/gen', 'timing_s/reward', 'timing_s/old_log_prob', 'timing_s/update_actor', 'timing_s/step'),
+    *('perf/throughput', 'perf/total_num_tokens', 'compile/count'),
+)
 
 # Steps 1 and 4 of `whole` (float32 on a CPU). A change that moves them changes what training computes: write in the
 # log why before writing new numbers here. A new reasoning-gym may bring other problems, and thereby other numbers.
-GOLDEN = {}
+GOLDEN = {
+    1: {
+        'critic/score/mean': 0.64654,
+        'response_length/mean': 59.375,
+        'actor/pg_loss': 0.03330,
+        'actor/entropy': 5.71832,
+        'actor/grad_norm': 0.99649,
+        'rollout_corr/kl': 0.00736,
+        'sparse/alpha_p05': 0.85531,
+        'sparse/alpha_p05_top20': 0.13807,
+        'sparse/alpha_mean': 0.93312,
+        'sparse/kv_read_fraction': 0.86178,
+    },
+    4: {
+        'critic/score/mean': 0.62366,
+        'response_length/mean': 61.0,
+        'actor/pg_loss': -0.03354,
+        'actor/entropy': 5.71230,
+        'actor/grad_norm': 0.66768,
+        'rollout_corr/kl': 0.00985,
+        'sparse/alpha_p05': 0.88393,
+        'sparse/alpha_p05_top20': 0.15568,
+        'sparse/alpha_mean': 0.95022,
+        'sparse/kv_read_fraction': 0.85721,
+    },
+}
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -137,9 +160,7 @@ def test_several_updates_of_a_step_keep_groups_whole(runs, monkeypatch):
         return split(samples, layout)
 
     monkeypatch.setattr(trainer, 'micro_batches', spy)
-    workdir = runs.train(
-        'updates', {'steps': 2, 'learner.updates_per_step': 2, 'mismatch.floor_every_steps': 0, 'mismatch.every_steps': 0}
-    )
+    workdir = runs.train('updates', {'steps': 2, 'learner.updates_per_step': 2, 'mismatch.floor_every_steps': 0})
     assert [len(samples) for samples in updates] == [4, 4, 4, 4]
     for samples in updates:
         for first, second in (samples[:2], samples[2:]):
@@ -148,7 +169,7 @@ def test_several_updates_of_a_step_keep_groups_whole(runs, monkeypatch):
             assert first.advantage != 0
     for row in rows_of(workdir)[1:]:
         assert abs(row['actor/ratio_mean'] - 1) > 1e-6  # the second update meets weights that the first one moved
-        assert 'sparse/alpha_p05' not in row
+        assert 'sparse/alpha_floor_p05' not in row
         assert row['compile/count'] == 0
     assert newest_checkpoint(workdir)[1]['updates'] == 4
 
@@ -160,7 +181,6 @@ def test_distance_to_the_start_policy_also_after_a_resume(runs):
         'mismatch.every_steps': 2,
         'mismatch.floor_every_steps': 3,
         'evaluate.every_steps': 1,
-        'evaluate.top_p': 0.7,
         'evaluate.temperature': 1.0,
         'evaluate.samples': 2,
     }
@@ -200,8 +220,8 @@ def test_supervised_training_lowers_its_loss(runs):
     rows = rows_of(runs.train('supervised', SUPERVISED))
     losses = [row['supervised/loss'] for row in rows[1:]]
     assert len(losses) == 12
-    assert losses[0] == pytest.approx(np.log(512), abs=0.3)  # random weights know nothing
-    assert losses[-1] < 0.75 * losses[0]
+    assert losses[0] > np.log(512)  # random weights know nothing
+    assert losses[-1] < 0.5 * losses[0]
     assert [row['compile/count'] for row in rows[1:]] == [0] * 12
     assert not any(name.startswith(('actor/pg', 'sparse/', 'rollout_corr/')) for row in rows for name in row)
 
@@ -213,15 +233,12 @@ def test_supervised_training_lowers_its_loss(runs):
 def test_more_steps_later_are_the_same_run(runs, whole):
     """Rows that a killed process wrote after its last checkpoint are replaced."""
     workdir = runs.train('raised', {'steps': 4})
-    before = contents(workdir)
-    config = runs.flags({'optimizer.learning_rate': 1e-3, 'seed': 5, 'steps': 12})
     for file in ('metrics.jsonl', 'samples.jsonl'):
         with open(workdir / file, 'a') as late:
             late.write(json.dumps({'step': 5, 'critic/score/mean': 9.0}) + '\n{"step": 6, "crit')
     runs.train('raised')
     assert_same_run(workdir, whole)
     assert [row['compile/count'] for row in rows_of(workdir)[5:]] == [0] * 8
-    del before, config
 
 
 def test_another_configuration_is_refused_and_nothing_changes(runs, whole, capsys):
@@ -246,45 +263,49 @@ def test_a_finished_run_says_so_and_stays_as_it_is(runs, whole, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('where', 'signals', 'saved'),
+    ('where', 'signals', 'every_steps', 'saved'),
     [
-        ('score', 1, 2),  # the step under way is thrown away and done again
-        ('update', 1, 3),  # the step under way is finished first
-        ('update', 2, None),  # twice: ended at once
+        ('score', 1, 100, 2),  # the step under way is thrown away and done again
+        ('update', 1, 100, 3),  # the step under way is finished first
+        ('update', 2, 1, 2),  # twice: ended at once, in the middle of the update
     ],
 )
-def test_interrupted_at_step_3(where, signals, saved, runs, whole, capsys, monkeypatch):
-    original = getattr(trainer.Trainer, where)
-
-    def interrupting(self, *args):
-        if self.position.step == 2:
-            for _ in range(signals):
-                signal.raise_signal(signal.SIGINT)
-        return original(self, *args)
-
+def test_interrupted_at_step_3(where, signals, every_steps, saved, runs, whole, capsys, monkeypatch):
     name = f'interrupted_{where}_{signals}'
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, where, interrupting)
-        workdir = runs.train(name, {'checkpoint.every_steps': 100}, expected_code=130)
-    out = capsys.readouterr().out
-    if saved:
-        assert f'Stopped. Saved at step {saved}; run the same command to go on.' in out
-        assert newest_checkpoint(workdir)[0] == saved
-    else:
-        assert 'Stopped before anything was saved (step 0); run the same command to begin again.' in out
+        interrupt(patch, where, signals, at_step=2)
+        workdir = runs.train(name, {'checkpoint.every_steps': every_steps}, expected_code=130)
+    assert f'Stopped. Saved at step {saved}; run the same command to go on.' in capsys.readouterr().out
+    assert newest_checkpoint(workdir)[0] == saved
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_same_run(runs.train(name), whole)
 
 
+def test_interrupted_before_the_first_step(runs, capsys, monkeypatch):
+    interrupt(monkeypatch, 'warm_up', 1, at_step=0)
+    workdir = runs.train('interrupted_early', expected_code=130)
+    out = capsys.readouterr().out
+    assert 'Stopped before anything was saved (step 0); run the same command to begin again.' in out
+    assert rows_of(workdir) == []
+
+
+def interrupt(patch, where: str, signals: int, at_step: int) -> None:
+    original = getattr(trainer.Trainer, where)
+
+    def interrupting(self, *args):
+        if self.position.step == at_step:
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGINT)
+        return original(self, *args)
+
+    patch.setattr(trainer.Trainer, where, interrupting)
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment_and_while_saving_and_stopped(runs, whole):
-    """Two SIGKILLs and a Ctrl-C of one run, each in a new process; the rest of it in this one."""
+def test_killed_while_saving_and_then_stopped(runs, whole):
+    """A SIGKILL and a Ctrl-C, each of a process of its own; the rest of the run in this one."""
     with runs.start('killed') as process:
-        process.wait_for_step(1)
-        time.sleep(random.Random(0).uniform(0, 0.5))
-        assert process.end(signal.SIGKILL)[0] == -signal.SIGKILL
-    with runs.start('killed') as process:
-        process.wait_for_save(after_step=rows_of(process.workdir)[-1]['step'] + 1)
+        process.wait_for_save(after_step=2)
         assert process.end(signal.SIGKILL)[0] == -signal.SIGKILL
     with runs.start('killed') as process:
         process.wait_for_step(rows_of(process.workdir)[-1]['step'] + 1)

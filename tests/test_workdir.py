@@ -43,8 +43,13 @@ def test_a_new_run_writes_its_configuration_and_the_same_run_resumes(tmp_path):
     assert reader.metrics_file == tmp_path / 'a/b/metrics.jsonl'
 
 
+def start_with_a_result(folder) -> None:
+    with Workdir.open(str(folder), make_run(), 'train') as workdir:
+        workdir.metrics_file.write_text('{"step": 0}\n')
+
+
 def test_another_configuration_is_refused_with_its_differences(tmp_path):
-    Workdir.open(str(tmp_path), make_run(), 'train').close()
+    start_with_a_result(tmp_path)
     before = contents(tmp_path)
     other = make_run(**{'optimizer.learning_rate': 2e-6, 'seed': 5, 'steps': 7})
     with pytest.raises(ConfigError) as caught:
@@ -52,6 +57,19 @@ def test_another_configuration_is_refused_with_its_differences(tmp_path):
     assert '\n  optimizer.learning_rate: 1e-06 -> 2e-06\n  seed: 0 -> 5' in str(caught.value)
     assert 'steps' not in str(caught.value)
     assert contents(tmp_path) == before
+
+
+def test_a_start_that_failed_on_a_setting_may_be_mended(tmp_path):
+    mended = make_run(**{'reward.function': 'rewards:length'})
+    with Workdir.open(str(tmp_path), make_run(**{'reward.function': 'rewrads:length'}), 'train') as workdir:
+        workdir.metrics_file.touch()
+        workdir.checkpoints.mkdir()
+    with Workdir.open(str(tmp_path), mended, 'train') as workdir:
+        assert not workdir.resumed
+        assert workdir.config_file.read_text() == to_json(mended)
+        (workdir.checkpoints / '1').mkdir()
+    with pytest.raises(ConfigError, match='belongs to another configuration'):
+        Workdir.open(str(tmp_path), make_run(), 'train')
 
 
 def test_what_no_step_depends_on_may_change_and_is_stored(tmp_path):
@@ -63,7 +81,7 @@ def test_what_no_step_depends_on_may_change_and_is_stored(tmp_path):
 
 
 def test_a_command_may_allow_other_differences_without_storing_them(tmp_path):
-    Workdir.open(str(tmp_path), make_run(), 'train').close()
+    start_with_a_result(tmp_path)
     before = contents(tmp_path)
     sampled = make_run(**{'evaluate.samples': 8})
     with Workdir.open(str(tmp_path), sampled, 'evaluate', may_change=('evaluate',)) as workdir:

@@ -1,6 +1,5 @@
 """The smallest run that goes through every part, for tests of whole runs: in this process, or in one that is killed."""
 
-import json
 import os
 import pathlib
 import subprocess

@@ -9,7 +9,6 @@ in `layer_weights` and `model_weights`. Used functionally: `graphdef, params = n
 `nnx.merge(graphdef, params).hidden(...)` under jit.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -229,11 +228,12 @@ def add_low_rank(equation: str, x: Array, y: Array, a: Array, b: Array, scale_BT
       y's shape and dtype. Gradients flow into x, y, a and b; none into a and b from places with scale 0.
     """
     inner, outer = equation.split(',')[0].removeprefix('bt'), equation.split('->bt')[1]
-    product = functools.partial(jnp.einsum, precision=_precision(x), preferred_element_type=jnp.float32)
-    z_BTr = product(f'bt{inner},{inner}r->btr', x, a.astype(x.dtype)) * scale_BT[..., None]
-    delta = product(f'btr,r{outer}->bt{outer}', z_BTr.astype(x.dtype), b.astype(x.dtype))
+    # Products of the same kind as the one for y: were x read in another precision here, XLA would round it for both,
+    # and y would no longer be that of a model without adapter (seen on the CPU).
+    z_BTr = _project(f'bt{inner},{inner}r->btr', x, a).astype(jnp.float32) * scale_BT[..., None]
+    delta = _project(f'btr,r{outer}->bt{outer}', z_BTr.astype(x.dtype), b)
     acts = jnp.expand_dims(scale_BT != 0, tuple(range(2, y.ndim)))
-    return jnp.where(acts, (y.astype(jnp.float32) + delta).astype(y.dtype), y)
+    return jnp.where(acts, y + delta, y)
 
 
 def rms_norm(x_D: Array, scale_D: Array, eps: float) -> Array:

@@ -6,7 +6,7 @@ them, to the supervised phase. What may be cut or skipped is the caller's to dec
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -31,6 +31,7 @@ class PromptEncoder:
 
     Attributes:
       tokenizer: the transformers tokenizer.
+      chat_template: the template in use, as text.
       end_ids: every id that ends a response (Qwen3 has two), sorted.
       end_id: the one that ends a worked solution: the tokenizer's own.
       pad_id: fills rows. May equal an end id, so masks must come from lengths and never from comparing ids.
@@ -51,7 +52,7 @@ class PromptEncoder:
         self._config = tokenizer_config
         self._instruction = data_config.instruction
         self.tokenizer = tokenizer
-        self._template = _chat_template(tokenizer_config, tokenizer, path)
+        self.chat_template = _chat_template(tokenizer_config, tokenizer, path)
         self.end_ids = end_ids(tokenizer, model_path or tokenizer_config.path, tokenizer_config.end_tokens)
         own = tokenizer.eos_token_id
         self.end_id = own if own in self.end_ids else self.end_ids[0]
@@ -102,7 +103,7 @@ class PromptEncoder:
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
-                chat_template=self._template,
+                chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=generation,
                 **self._config.template_options,
@@ -181,7 +182,7 @@ def take_prompts(
 
 
 def fitting_prompts(
-    problems: ProblemSet, encoder: PromptEncoder, max_prompt_tokens: int
+    problems: Iterable[Problem], encoder: PromptEncoder, max_prompt_tokens: int
 ) -> Iterator[tuple[Problem, list[int]]]:
     """The problems of a split in their own order, with their prompt ids; those with longer prompts are left out."""
     for problem in problems:

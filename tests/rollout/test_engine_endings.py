@@ -90,16 +90,19 @@ def test_slots_split_evenly_over_data_shards(model, monkeypatch):
         Sampler(model)
 
 
-def test_tokens_stream_in_order_and_progress_ends_complete(sampler, responses):
+def test_tokens_stream_in_order_and_progress_counts_them(sampler, responses):
     streams: dict[int, list[int]] = {}
     progress: list[Progress] = []
 
     def on_tokens(index, tokens):
         streams.setdefault(index, []).extend(tokens.tolist())
 
-    sampler(REQUESTS, on_tokens=on_tokens, on_progress=progress.append)
+    def on_progress(state):
+        assert state.tokens == sum(len(stream) for stream in streams.values())
+        progress.append(state)
+
+    sampler(REQUESTS, on_tokens=on_tokens, on_progress=on_progress)
     assert {i: response.tokens.tolist() for i, response in enumerate(responses)} == streams
-    tokens = [state.tokens for state in progress]
-    assert tokens == sorted(tokens)
-    drawn = sum(len(stream) for stream in streams.values())
-    assert progress[-1] == Progress(finished=len(REQUESTS), total=len(REQUESTS), tokens=drawn)
+    finished = [state.finished for state in progress]
+    assert finished == sorted(finished)
+    assert 0 < finished[0] < finished[-1] == progress[-1].total == len(REQUESTS)

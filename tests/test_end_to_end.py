@@ -1,0 +1,386 @@
+"""Every command from its command line: smoke forms of all configurations, what users write themselves, mistakes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import transformers
+from tiny_run import ROOT, contents, newest_checkpoint, rows_of
+
+from sparrow_jax import assembly, commands, evaluate, export, generate, memory, train
+from sparrow_jax.config import resolve
+from sparrow_jax.metrics import read_rows
+from sparrow_jax.models.weights import load_params
+
+SMOKE = '--config=configs/tiny.py:smoke'
+CONFIGS = sorted(
+    path.name for path in (ROOT / 'configs').glob('*.py') if path.stem not in ('__init__', 'base', 'qwen3')
+)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def in_the_repository(compile_cache):
+    del compile_cache  # in use from here on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield
+
+
+@pytest.fixture(scope='module')
+def call(data_cache):
+    """Runs a command as its command line would; returns the exit code."""
+    options = {
+        train: {'main': train.train},
+        evaluate: {'main': evaluate.evaluate_run},
+        generate: {'main': generate.generate, 'workdir_required': False, 'define_flags': generate._flags},
+        export: {'main': export.export, 'config_required': False, 'define_flags': export._flags},
+    }
+
+    def run(command, *arguments) -> int:
+        prepared = [f'--config.data.cache_dir={data_cache}'] if command is not export else []
+        with pytest.raises(SystemExit) as exit_:
+            commands.run(**options[command], argv=[command.__name__, *prepared, *map(str, arguments)])
+        return exit_.value.code
+
+    return run
+
+
+@pytest.fixture(scope='module')
+def trained(call, tmp_path_factory):
+    """A run of two steps."""
+    workdir = tmp_path_factory.mktemp('trained') / 'run'
+    assert call(train, SMOKE, f'--workdir={workdir}') == 0
+    return workdir
+
+
+# ---------------------------------------------------------------------- train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config', CONFIGS)
+def test_the_smoke_form_of_every_configuration_runs(config, call, tmp_path, capsys):
+    assert call(train, f'--config=configs/{config}:smoke', f'--workdir={tmp_path}/run') == 0
+    rows = rows_of(tmp_path / 'run')
+    assert [row['step'] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert [name for name, value in row.items() if not np.isfinite(value)] == []
+        assert row['compile/count'] == 0
+        assert 0 < row['sparse/kv_read_fraction'] < 1
+        assert 0 < row['sparse/alpha_p05'] < 1
+        assert row['sparse/alpha_floor_p05'] > 0.999
+    assert {'val/accuracy'} < rows[0].keys() & rows[2].keys()
+    assert newest_checkpoint(tmp_path / 'run')[0] == 2
+    out, err = capsys.readouterr()
+    assert 'step 2/2' in out
+    assert err == ''
+
+
+@pytest.mark.slow
+def test_a_reward_function_of_the_user_s_own(call, trained, tmp_path, capsys):
+    own = '--config.reward.function=reward_functions:always_one'
+    assert call(train, SMOKE, own, f'--workdir={tmp_path}/own') == 0
+    assert [row['critic/score/mean'] for row in rows_of(trained)[1:]] == [0, 0]
+    assert [row['critic/score/mean'] for row in rows_of(tmp_path / 'own')[1:]] == [1, 1]
+    assert {row['reward'] for row in read_rows(tmp_path / 'own/samples.jsonl')} == {1}
+    capsys.readouterr()
+    fails = '--config.reward.function=reward_functions:fails'
+    assert call(train, SMOKE, fails, f'--workdir={tmp_path}/fails') == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: reward.function='reward_functions:fails', problem 0 (")
+    assert "KeyError: 'the reward function is broken'" in error  # where in the user's own code
+
+
+# ---------------------------------------------------------------------- evaluate, generate, export
+
+
+@pytest.mark.slow
+def test_evaluate_writes_both_samplers_side_by_side(call, trained, capsys):
+    before = contents(trained)
+    reward = ('--config.reward.function=reward_functions:lower_case', '--config.reward.correct_threshold=0.7')
+    sampling = ('--config.evaluate.samples=4', '--config.evaluate.temperature=1.0')
+    assert call(evaluate, SMOKE, *reward, *sampling, f'--workdir={trained}') == 0
+    dense, sparse = (json.loads(line) for line in (trained / 'evaluation.jsonl').read_text().splitlines())
+    assert (dense['step'], dense['sampler'], sparse['step'], sparse['sampler']) == (2, 'dense', 2, 'sparse')
+    for row in (dense, sparse):
+        get = lambda name, row=row: row[f'{row["sampler"]}/{name}']
+        assert get('problems') == 4
+        assert 0 < get('accuracy') == get('pass@1') < get('pass@2') < get('pass@4') <= 1
+    assert 0.5 < sparse['sparse/kv_read_fraction'] < 1
+    answers = [json.loads(line) for line in (trained / 'evaluation_samples.jsonl').read_text().splitlines()]
+    assert len(answers) == 2 * 4 * 4
+    for row in (dense, sparse):
+        right = [answer['reward'] >= 0.7 for answer in answers if answer['sampler'] == row['sampler']]
+        assert np.mean(right) == row[f'{row["sampler"]}/accuracy']
+    # The first token is the dense prefill's under both; later ones differ.
+    halves = answers[:16], answers[16:]
+    assert [a['completion'] for a in halves[0]] != [a['completion'] for a in halves[1]]
+    assert 'policy          after step 2' in capsys.readouterr().out
+    after = contents(trained)
+    assert {name: after[name] for name in before} == before
+    (trained / 'evaluation.jsonl').unlink()
+    (trained / 'evaluation_samples.jsonl').unlink()
+
+
+@pytest.mark.slow
+def test_generate_streams_the_answer_and_keeps_facts_apart(call, trained, capsys):
+    arguments = (SMOKE, '--prompt=How many?')
+    assert call(generate, *arguments, f'--workdir={trained}') == 0
+    out, err = capsys.readouterr()
+    assert len(out.strip()) > 20
+    assert 'tokens/s' not in out
+    assert ' tokens/s, finish reason ' in err
+    assert '% of the dense KV bytes; policy after step 2\n' in err
+    assert err.count('\n') == 1
+    # Same prompt and seed: the same answer, but for the sampler.
+    assert call(generate, *arguments, f'--workdir={trained}', '--sampler=dense') == 0
+    dense, err = capsys.readouterr()
+    assert dense != out
+    assert 'KV' not in err
+    assert call(generate, *arguments, '--sampler=dense') == 0
+    _, err = capsys.readouterr()
+    assert '; start weights (random)\n' in err
+
+
+def test_streamed_text_is_the_whole_text_whatever_the_pieces(capsys):
+    run = resolve(commands.load_config('configs/tiny.py:smoke'))
+    encoder = assembly.PromptEncoder(run.tokenizer, run.data, run.model.path)
+    text = '1 + 1 = 2, né? \N{BALLOT BOX WITH CHECK} \N{GRINNING FACE} \N{REPLACEMENT CHARACTER}!'
+    ids = [*encoder.tokenizer(text, add_special_tokens=False)['input_ids'], encoder.end_id]
+    assert len(ids) > len(text)  # a character has several tokens
+    for size in (1, 2, 5, 100):
+        stream = generate._Stream(encoder)
+        pieces = []
+        for start in range(0, len(ids), size):
+            stream.write(np.asarray(ids[start : start + size]))
+            pieces.append(capsys.readouterr().out)
+        stream.end()
+        pieces.append(capsys.readouterr().out)
+        assert ''.join(pieces) == f'{text}\n'
+        assert size == 100 or sum(piece != '' for piece in pieces) > 3
+
+
+@pytest.mark.slow
+def test_an_exported_policy_opens_elsewhere_and_answers_alike(call, trained, tmp_path, capsys):
+    out = tmp_path / 'exported'
+    assert call(export, f'--workdir={trained}', f'--out={out}') == 0
+    assert f'wrote the policy after step 2 to {out} (float32)' in capsys.readouterr().out
+
+    config = transformers.AutoConfig.from_pretrained(out)
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size) == ('qwen3', 32, 2, 512)
+    ours = transformers.AutoTokenizer.from_pretrained(ROOT / 'configs/tiny_start')
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs('1 + 1 = 2?')['input_ids'] == ours('1 + 1 = 2?')['input_ids']
+    assert theirs.chat_template == ours.chat_template
+    endings = json.loads((out / 'generation_config.json').read_text())
+    assert ours.eos_token_id in endings['eos_token_id']
+
+    _, run = assembly.Workdir.existing(str(trained))
+    parts = assembly.assemble(run)
+    params, step = assembly.policy_params(parts, str(trained))
+    assert step == 2
+    loaded = load_params(out, parts.abstract_params())
+    flat, flat_loaded = (dict(assembly.nnx.to_flat_state(p)) for p in (params, loaded))
+    assert flat.keys() == flat_loaded.keys()
+    for name, value in flat.items():
+        np.testing.assert_array_equal(np.asarray(value[...]), np.asarray(flat_loaded[name][...]))
+
+    from_run, from_export = tmp_path / 'from_run', tmp_path / 'from_export'
+    shutil.copytree(trained, from_run)
+    assert call(evaluate, SMOKE, f'--workdir={from_run}') == 0
+    model = ('--noconfig.model.random_weights', f'--config.model.path={out}', f'--config.tokenizer.path={out}')
+    assert call(evaluate, SMOKE, *model, f'--workdir={from_export}') == 0
+    answers = [
+        [json.loads(line)['completion'] for line in (folder / 'evaluation_samples.jsonl').read_text().splitlines()]
+        for folder in (from_run, from_export)
+    ]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1
+
+
+# ---------------------------------------------------------------------- mistakes
+
+START = ('--config=configs/tiny.py', '--config.reward.workers=1')
+OWN_REWARD = '--config.reward.function=reward_functions:lower_case'  # its workers start in no time
+SUPERVISED = (SMOKE, OWN_REWARD, '--config.phase=supervised')
+MISTAKES = {
+    'weights': (
+        train,
+        (*START, '--config.model.path=/nowhere', '--config.tokenizer.path=configs/tiny_start', '--workdir={new}'),
+        'error: /nowhere: no such checkpoint; give a folder',
+    ),
+    'weights of another shape': (
+        train,
+        (*START, '--config.model.shape.layers=6', '--workdir={new}'),
+        'error: model.shape.layers=6: the checkpoint configs/tiny_start has 5',
+    ),
+    'chat template': (
+        train,
+        (SMOKE, '--config.tokenizer.path={no_template}', '--workdir={new}'),
+        "error: tokenizer.chat_template='': the tokenizer {no_template} brings no chat template",
+    ),
+    'data file': (
+        train,
+        (SMOKE, OWN_REWARD, '--config.data.source={tmp}/none.jsonl', '--workdir={new}'),
+        "error: data.source='{tmp}/none.jsonl': no such file",
+    ),
+    'line of a data file': (
+        train,
+        (SMOKE, OWN_REWARD, '--config.data.source={tmp}/problems.jsonl', '--workdir={new}'),
+        'error: {tmp}/problems.jsonl:2: not valid JSON',
+    ),
+    'reward function': (
+        train,
+        (SMOKE, '--config.reward.function=no_such_module:f', '--workdir={new}'),
+        "error: reward.function='no_such_module:f': No module named 'no_such_module'",
+    ),
+    'long prompts': (
+        train,
+        (SMOKE, OWN_REWARD, '--config.rollout.max_prompt_tokens=20', '--workdir={new}'),
+        'error: rollout.max_prompt_tokens=20: no training problem has so short a prompt',
+    ),
+    'no held-out problems': (
+        train,
+        (SMOKE, OWN_REWARD, '--config.data.eval_examples=0', '--workdir={new}'),
+        'error: data.eval_examples=0: there is no held-out problem (evaluate.every_steps=-1 needs none)',
+    ),
+    'long held-out prompts': (
+        evaluate,
+        (SMOKE, OWN_REWARD, '--config.rollout.max_prompt_tokens=20', '--workdir={new}'),
+        'error: rollout.max_prompt_tokens=20: no held-out problem has so short a prompt',
+    ),
+    'long worked solutions': (
+        train,
+        (*SUPERVISED, '--workdir={new}'),
+        'error: rollout.max_response_tokens=64: a worked solution has ',
+    ),
+    'no worked solutions': (
+        train,
+        (
+            *SUPERVISED,
+            '--config.data.source=reasoning_gym:chain_sum',
+            '--config.data.options=',
+            '--config.rollout.max_prompt_tokens=96',
+            '--workdir={new}',
+        ),
+        "error: data.source='reasoning_gym:chain_sum': no worked solutions; they exist for count_bits",
+    ),
+    'workdir is a file': (
+        train,
+        (SMOKE, '--workdir={tmp}/problems.jsonl'),
+        'error: --workdir={tmp}/problems.jsonl: {tmp}/problems.jsonl is a file; give a folder',
+    ),
+    'workdir of something else': (
+        train,
+        (SMOKE, '--workdir={thesis}'),
+        'error: --workdir={thesis}: holds something else (thesis.txt, no config.json); give a new or empty folder',
+    ),
+    'workdir of another run': (
+        train,
+        (SMOKE, '--config.optimizer.learning_rate=1.0', '--workdir={trained}'),
+        'error: --workdir={trained}: belongs to another configuration',
+    ),
+    'evaluation into something else': (
+        evaluate,
+        (SMOKE, '--workdir={thesis}'),
+        'error: --workdir={thesis}: holds something else',
+    ),
+    'evaluation of another model': (
+        evaluate,
+        (*START, '--workdir={trained}'),
+        'error: --workdir={trained}: its run trains another model than --config',
+    ),
+    'generation from no run': (
+        generate,
+        (SMOKE, '--prompt=?', '--workdir={new}'),
+        'error: --workdir={new}: no config.json there; give the folder of an earlier run',
+    ),
+    'long prompt': (
+        generate,
+        (SMOKE, f'--prompt={"why " * 100}'),
+        'error: --prompt: has ',
+    ),
+    'sampler': (
+        generate,
+        (SMOKE, '--prompt=?', '--sampler=spares'),
+        'error: --sampler=spares: must be sparse or dense',
+    ),
+    'export of no run': (
+        export,
+        ('--workdir={new}', '--out={tmp}/out'),
+        'error: --workdir={new}: no config.json there',
+    ),
+    'export before the first checkpoint': (
+        export,
+        ('--workdir={begun}', '--out={tmp}/out'),
+        'error: --workdir={begun}: no checkpoint there yet',
+    ),
+    'export over something': (
+        export,
+        ('--workdir={trained}', '--out={thesis}'),
+        'error: --out={thesis}: is not empty; give a new folder',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', MISTAKES)
+def test_a_mistake_is_one_sentence_and_changes_nothing(name, call, trained, tmp_path, capsys):
+    command, arguments, words = MISTAKES[name]
+    places = {name: tmp_path / name for name in ('new', 'no_template', 'thesis', 'begun')}
+    places |= {'tmp': tmp_path, 'trained': trained}
+    (tmp_path / 'problems.jsonl').write_text('{"problem": "1 + 1 = ?", "answer": "2"}\n{"problem": "1 + 2')
+    shutil.copytree(ROOT / 'configs/tiny_start', places['no_template'])
+    (places['no_template'] / 'chat_template.jinja').unlink()
+    places['thesis'].mkdir()
+    (places['thesis'] / 'thesis.txt').write_text('years of work')
+    places['begun'].mkdir()
+    shutil.copy(trained / 'config.json', places['begun'])
+    before = contents(tmp_path) | contents(trained)
+
+    capsys.readouterr()
+    assert call(command, *(argument.format(**places) for argument in arguments)) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(words.format(**places))
+    assert 'Traceback' not in err
+    assert 'step 1' not in out
+    after = contents(tmp_path) | contents(trained)
+    assert {file: after[file] for file in before} == before
+
+
+@pytest.mark.parametrize(('command', 'fits'), [(train, False), (generate, True)])
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
+    command, fits, call, tmp_path, capsys, monkeypatch
+):
+    """What training needs beyond the policy is not asked of a command that only samples."""
+    needed = memory.estimate(resolve(commands.load_config('configs/tiny.py')), tiny_shape(), ONE, 'cpu')
+    room = needed['parameters'] + needed['optimizer'] + needed['sampler weights'] + needed['rollout: KV pool']
+    monkeypatch.setattr(memory, 'available_bytes', lambda _: room)
+    monkeypatch.setattr(assembly, 'load_params', reading)
+    reached = '--sampler=dense' if command is generate else f'--workdir={tmp_path}/new'
+    arguments = ('--config=configs/tiny.py', reached, *(['--prompt=?'] if command is generate else []))
+    if fits:
+        with pytest.raises(ReadingWeights):
+            call(command, *arguments)
+        return
+    assert call(command, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith('error: this run needs about ')
+    assert 'on each device, but only ' in err
+    assert 'optimizer' in err
+    assert 'Set learner.rows_per_microbatch or the lengths in rollout lower' in err
+    assert not (tmp_path / 'new').exists()
+
+
+ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
+
+
+class ReadingWeights(Exception):
+    """Raised in place of reading them."""
+
+
+def reading(*_args):
+    raise ReadingWeights
+
+
+def tiny_shape():
+    return assembly.read_shape('configs/tiny_start')
