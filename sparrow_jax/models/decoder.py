@@ -214,7 +214,9 @@ class Decoder(nnx.Module):
 def add_low_rank(equation: str, x: Array, y: Array, a: Array, b: Array, scale_BT: Array) -> Array:
     """y + scale * ((x a) b), factorised: where scale is 0, y bit for bit, whatever a and b hold.
 
-    Operands are in x's dtype, sums in float32.
+    Operands are in x's dtype. In bfloat16 XLA may keep a value in float32 between two operations
+    (xla_allow_excess_precision, on by default) and chooses anew for every graph: with scale 0 everywhere a model then
+    differs from one without adapter by such roundings, unless both are compiled with that option off.
 
     Args:
       equation: of the product x, W -> y that a b is added to, such as 'btd,dha->btha'.
@@ -228,8 +230,8 @@ def add_low_rank(equation: str, x: Array, y: Array, a: Array, b: Array, scale_BT
       y's shape and dtype. Gradients flow into x, y, a and b; none into a and b from places with scale 0.
     """
     inner, outer = equation.split(',')[0].removeprefix('bt'), equation.split('->bt')[1]
-    # Products of the same kind as the one for y: were x read in another precision here, XLA would round it for both,
-    # and y would no longer be that of a model without adapter (seen on the CPU).
+    # Products of the same kind as the one for y, dtype of the result included: were x read in another way here, XLA would
+    # round it for y too, where it does not without an adapter.
     z_BTr = _project(f'bt{inner},{inner}r->btr', x, a).astype(jnp.float32) * scale_BT[..., None]
     delta = _project(f'btr,r{outer}->bt{outer}', z_BTr.astype(x.dtype), b)
     acts = jnp.expand_dims(scale_BT != 0, tuple(range(2, y.ndim)))
