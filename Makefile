@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m sparrow_jax.train --config=configs/tiny.py --workdir=$(WORKDIR)
 
 test: lint
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check

@@ -200,7 +200,7 @@ def test_an_exported_policy_opens_elsewhere_and_answers_alike(call, trained, tmp
 
 # ---------------------------------------------------------------------- mistakes
 
-START = ('--config=configs/tiny.py', '--config.reward.workers=1')
+START = ('--config=configs/tiny.py', '--config.data.train_examples=64', '--config.data.eval_examples=4')
 OWN_REWARD = '--config.reward.function=reward_functions:lower_case'  # its workers start in no time
 SUPERVISED = (SMOKE, OWN_REWARD, '--config.phase=supervised')
 MISTAKES = {
@@ -287,7 +287,7 @@ MISTAKES = {
     ),
     'evaluation of another model': (
         evaluate,
-        (*START, '--workdir={trained}'),
+        (*START, OWN_REWARD, '--workdir={trained}'),
         'error: --workdir={trained}: its run trains another model than --config',
     ),
     'generation from no run': (

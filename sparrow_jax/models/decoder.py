@@ -230,8 +230,8 @@ def add_low_rank(equation: str, x: Array, y: Array, a: Array, b: Array, scale_BT
       y's shape and dtype. Gradients flow into x, y, a and b; none into a and b from places with scale 0.
     """
     inner, outer = equation.split(',')[0].removeprefix('bt'), equation.split('->bt')[1]
-    # Products of the same kind as the one for y, dtype of the result included: were x read in another way here, XLA would
-    # round it for y too, where it does not without an adapter.
+    # The same kind of product as the one for y, dtype of the result included: a float32 result here made XLA's CPU
+    # backend round x for y too, which it leaves out without an adapter.
     z_BTr = _project(f'bt{inner},{inner}r->btr', x, a).astype(jnp.float32) * scale_BT[..., None]
     delta = _project(f'btr,r{outer}->bt{outer}', z_BTr.astype(x.dtype), b)
     acts = jnp.expand_dims(scale_BT != 0, tuple(range(2, y.ndim)))
