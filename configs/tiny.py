@@ -20,7 +20,7 @@ def get_config(arg: str = '') -> ConfigDict:
     if arg not in ('', 'scratch', 'smoke'):
         raise ValueError(f"tiny.py:{arg}: the argument must be '', 'scratch' or 'smoke'")
     c = base.get_config()
-    c.steps = 30
+    c.steps = 24
 
     c.model.path = START
     c.model.compute_dtype = 'float32'  # CPUs have no fast bfloat16
@@ -65,10 +65,11 @@ def get_config(arg: str = '') -> ConfigDict:
     c.learner.head_chunk_tokens = 512
 
     c.optimizer.learning_rate = 1e-4
-    c.optimizer.warmup_steps = 5
+    c.optimizer.warmup_steps = 4
+    c.optimizer.decay_steps = 20
 
-    c.evaluate.every_steps = 10
-    c.checkpoint.every_steps = 10
+    c.evaluate.every_steps = 12
+    c.checkpoint.every_steps = 8
 
     if arg == 'scratch':
         c.phase = 'supervised'

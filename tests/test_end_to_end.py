@@ -12,6 +12,7 @@ from sparrow_jax import assembly, commands, evaluate, export, generate, memory, 
 from sparrow_jax.config import resolve
 from sparrow_jax.metrics import read_rows
 from sparrow_jax.models.weights import load_params
+from sparrow_jax.workdir import Workdir
 
 SMOKE = '--config=configs/tiny.py:smoke'
 CONFIGS = sorted(
@@ -175,7 +176,7 @@ def test_an_exported_policy_opens_elsewhere_and_answers_alike(call, trained, tmp
     endings = json.loads((out / 'generation_config.json').read_text())
     assert ours.eos_token_id in endings['eos_token_id']
 
-    _, run = assembly.Workdir.existing(str(trained))
+    _, run = Workdir.existing(str(trained))
     parts = assembly.assemble(run)
     params, step = assembly.policy_params(parts, str(trained))
     assert step == 2
@@ -323,19 +324,26 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize('name', MISTAKES)
-def test_a_mistake_is_one_sentence_and_changes_nothing(name, call, trained, tmp_path, capsys):
+def needs_a_run(name: str) -> bool:
+    return any('{trained}' in argument for argument in MISTAKES[name][1])
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=[pytest.mark.slow] if needs_a_run(name) else []) for name in MISTAKES]
+)
+def test_a_mistake_is_one_sentence_and_changes_nothing(name, call, tmp_path, capsys, request):
     command, arguments, words = MISTAKES[name]
-    places = {name: tmp_path / name for name in ('new', 'no_template', 'thesis', 'begun')}
-    places |= {'tmp': tmp_path, 'trained': trained}
+    places = {name: tmp_path / name for name in ('new', 'no_template', 'thesis', 'begun')} | {'tmp': tmp_path}
+    if needs_a_run(name):
+        places['trained'] = request.getfixturevalue('trained')
     (tmp_path / 'problems.jsonl').write_text('{"problem": "1 + 1 = ?", "answer": "2"}\n{"problem": "1 + 2')
     shutil.copytree(ROOT / 'configs/tiny_start', places['no_template'])
     (places['no_template'] / 'chat_template.jinja').unlink()
     places['thesis'].mkdir()
     (places['thesis'] / 'thesis.txt').write_text('years of work')
-    places['begun'].mkdir()
-    shutil.copy(trained / 'config.json', places['begun'])
-    before = contents(tmp_path) | contents(trained)
+    Workdir.open(str(places['begun']), resolve(commands.load_config('configs/tiny.py:smoke')), 'train').close()
+    watched = (tmp_path, places.get('trained', tmp_path))
+    before = [contents(folder) for folder in watched]
 
     capsys.readouterr()
     assert call(command, *(argument.format(**places) for argument in arguments)) == 2
@@ -343,8 +351,9 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(name, call, trained, tmp_
     assert err.startswith(words.format(**places))
     assert 'Traceback' not in err
     assert 'step 1' not in out
-    after = contents(tmp_path) | contents(trained)
-    assert {file: after[file] for file in before} == before
+    for folder, files in zip(watched, before, strict=True):
+        after = contents(folder)
+        assert {file: after[file] for file in files} == files
 
 
 @pytest.mark.parametrize(('command', 'fits'), [(train, False), (generate, True)])

@@ -16,8 +16,11 @@ from tiny_run import (
 )
 
 from sparrow_jax import commands, trainer
+from sparrow_jax.config import ConfigError
 from sparrow_jax.metrics import read_rows
 from sparrow_jax.train import train
+
+pytestmark = pytest.mark.slow
 
 CONTRACT = (
     *('critic/score/mean', 'actor/pg_loss', 'actor/ppo_kl', 'actor/entropy', 'actor/grad_norm'),
@@ -80,7 +83,6 @@ def whole(runs):
 # ---------------------------------------------------------------------- what a run logs
 
 
-@pytest.mark.slow
 def test_every_number_of_the_contract_is_logged_and_finite(whole):
     rows = rows_of(whole)
     assert [row['step'] for row in rows] == list(range(13))
@@ -123,7 +125,6 @@ def test_golden_metrics(whole):
 # ---------------------------------------------------------------------- what the settings do
 
 
-@pytest.mark.slow
 def test_a_dense_sampler_and_no_learning_leave_every_ratio_at_one(runs, whole):
     """The temperature means the same in sampler and learner, and no token is compared with its neighbour."""
     workdir = runs.train(
@@ -150,7 +151,6 @@ def test_a_dense_sampler_and_no_learning_leave_every_ratio_at_one(runs, whole):
     assert all(row['rollout_corr/rollout_is_max'] > 1.2 for row in rows_of(whole)[1:])
 
 
-@pytest.mark.slow
 def test_several_updates_of_a_step_keep_groups_whole(runs, monkeypatch):
     updates = []
     split = trainer.micro_batches
@@ -174,7 +174,6 @@ def test_several_updates_of_a_step_keep_groups_whole(runs, monkeypatch):
     assert newest_checkpoint(workdir)[1]['updates'] == 4
 
 
-@pytest.mark.slow
 def test_distance_to_the_start_policy_also_after_a_resume(runs):
     changes = {
         'learner.kl_coef': 0.1,
@@ -197,7 +196,6 @@ def test_distance_to_the_start_policy_also_after_a_resume(runs):
     assert_same_run(runs.train('kl_resumed', changes | {'steps': 4}), whole)
 
 
-@pytest.mark.slow
 def test_packing_changes_nothing_but_rounding(runs, whole):
     rows = same_everywhere(rows_of(runs.train('unpacked', {'steps': 2, 'learner.packing': 'off'})))
     packed = same_everywhere(rows_of(whole)[:3])
@@ -215,7 +213,6 @@ SUPERVISED = {
 }
 
 
-@pytest.mark.slow
 def test_supervised_training_lowers_its_loss(runs):
     rows = rows_of(runs.train('supervised', SUPERVISED))
     losses = [row['supervised/loss'] for row in rows[1:]]
@@ -226,10 +223,25 @@ def test_supervised_training_lowers_its_loss(runs):
     assert not any(name.startswith(('actor/pg', 'sparse/', 'rollout_corr/')) for row in rows for name in row)
 
 
+def test_problems_of_a_file_which_must_not_change_under_the_run(runs, tmp_path):
+    file = tmp_path / 'problems.jsonl'
+    problems = [{'problem': f'{i} + {i} = ?', 'answer': str(2 * i)} for i in range(12)]
+    file.write_text(''.join(json.dumps(problem) + '\n' for problem in problems))
+    changes = {'data.source': str(file), 'data.train_examples': 0, 'data.eval_examples': 4}
+    workdir = runs.train('file', changes | {'steps': 1})
+    prompts = {answer['prompt'] for answer in read_rows(workdir / 'samples.jsonl')}
+    assert len(prompts) == 4
+    assert all(any(problem['problem'] in prompt for problem in problems) for prompt in prompts)
+    before = contents(workdir / 'checkpoints'), rows_of(workdir)
+    file.write_text(''.join(json.dumps(problem) + '\n' for problem in problems[1:]))
+    with pytest.raises(ConfigError, match=r'problems\.jsonl.*: has other problems now than when this run began'):
+        runs.train('file', changes | {'steps': 2})
+    assert (contents(workdir / 'checkpoints'), rows_of(workdir)) == before
+
+
 # ---------------------------------------------------------------------- going on
 
 
-@pytest.mark.slow
 def test_more_steps_later_are_the_same_run(runs, whole):
     """Rows that a killed process wrote after its last checkpoint are replaced."""
     workdir = runs.train('raised', {'steps': 4})
@@ -261,7 +273,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(runs, whole, capsys):
     assert {name: after[name] for name in before} == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ('where', 'signals', 'every_steps', 'saved'),
     [
@@ -301,7 +312,6 @@ def interrupt(patch, where: str, signals: int, at_step: int) -> None:
     patch.setattr(trainer.Trainer, where, interrupting)
 
 
-@pytest.mark.slow
 def test_killed_while_saving_and_then_stopped(runs, whole):
     """A SIGKILL and a Ctrl-C, each of a process of its own; the rest of the run in this one."""
     with runs.start('killed') as process:

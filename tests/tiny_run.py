@@ -128,8 +128,9 @@ def newest_checkpoint(workdir: pathlib.Path) -> tuple[int, dict[str, np.ndarray]
     with Checkpoints(workdir / 'checkpoints', read_only=True) as checkpoints:
         step = checkpoints.latest_step()
         facts = checkpoints.facts(step)
-    arrays = ocp.PyTreeCheckpointer().restore(workdir / 'checkpoints' / str(step) / 'arrays')
-    return step, {name: np.asarray(value) for name, value in arrays.items()}, facts
+    folder, reader = workdir / 'checkpoints' / str(step) / 'arrays', ocp.PyTreeCheckpointer()
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in reader.metadata(folder).item_metadata.tree}
+    return step, reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy)), facts
 
 
 def assert_same_run(workdir: pathlib.Path, expected: pathlib.Path) -> None:

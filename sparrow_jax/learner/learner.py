@@ -55,16 +55,19 @@ class _Statics:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with a global-norm clip and linear warm-up, then constant or cosine decay; weight decay on matrices
-    only.
+    """AdamW with a global-norm clip; weight decay on matrices only.
+
+    The rate of update n = 0, 1, ... is learning_rate * min(1, (n + 1) / warmup_steps), so that the first update already
+    moves, and after the warm-up falls along a half cosine to 0 in decay_steps updates (0: stays).
     """
-    if config.decay_steps:
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, config.learning_rate, config.warmup_steps, config.warmup_steps + config.decay_steps
-        )
-    else:
-        # The first update already moves: step 0 of the ramp is 1 / warmup_steps.
-        rate = lambda count: config.learning_rate * jnp.minimum(1.0, (count + 1) / max(config.warmup_steps, 1))
+
+    def rate(count: jax.Array) -> jax.Array:
+        ramp = jnp.minimum(1.0, (count + 1) / max(config.warmup_steps, 1))
+        if not config.decay_steps:
+            return config.learning_rate * ramp
+        done = jnp.clip((count - config.warmup_steps) / config.decay_steps, 0.0, 1.0)
+        return config.learning_rate * ramp * 0.5 * (1 + jnp.cos(jnp.pi * done))
+
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),

@@ -329,9 +329,9 @@ def test_linear_warm_up_then_constant():
 
 
 def test_linear_warm_up_then_cosine():
-    """(1 + cos(pi k / 4)) / 2 for k = 0 to 4, then 0. Here the ramp starts at 0."""
+    """(1 + cos(pi k / 4)) / 2 for k = 0 to 4, then 0; the ramp's first step is 1 / warmup_steps."""
     cosine = [1, 0.853553, 0.5, 0.146447, 0, 0]
-    np.testing.assert_allclose(rates(warmup_steps=2, decay_steps=4), [0, 0.5, *cosine], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rates(warmup_steps=2, decay_steps=4), [0.5, 1, *cosine], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(rates(warmup_steps=0, decay_steps=4), [*cosine, 0, 0], rtol=1e-5, atol=1e-6)
 
 
