@@ -1,4 +1,7 @@
-"""python scripts/plot_demo.py W [W ...] --out docs/demo.png: the picture of a run in the README, from metrics.jsonl alone."""
+"""python scripts/plot_demo.py W [W ...] --out docs/demo.png
+
+The picture of a run in the README, from metrics.jsonl alone.
+"""
 
 import argparse
 import json
