@@ -62,6 +62,13 @@ def _steps(
     workdir: Workdir,
 ) -> int:
     run, console, position = trainer.run, trainer.console, trainer.position
+    updates, schedule = run.steps * run.learner.updates_per_step, run.optimizer
+    if schedule.decay_steps and updates > schedule.warmup_steps + schedule.decay_steps:
+        last = schedule.warmup_steps + schedule.decay_steps
+        console.warn(
+            f'optimizer.decay_steps={schedule.decay_steps}: the learning rate is 0 after update {last} of {updates}; '
+            'a longer run in a new workdir needs more'
+        )
     if position.step >= run.steps:
         console.message(f'this run has all of its {run.steps} steps; raise --config.steps to go on')
         return 0

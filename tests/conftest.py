@@ -2,10 +2,14 @@
 
 import os
 import pathlib
+import signal
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+# A job that a shell starts in the background ignores Ctrl-C, and so would every process that the tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope='session')

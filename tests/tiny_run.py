@@ -26,6 +26,7 @@ CHANGES = {
     'reward.workers': 1,
     'optimizer.learning_rate': 3e-3,
     'optimizer.warmup_steps': 2,
+    'optimizer.decay_steps': 0,
     'evaluate.every_steps': 2,
     'checkpoint.keep': 3,
 }
