@@ -12,7 +12,8 @@ from flax import nnx
 from sparrow_jax.assembly import Parts
 from sparrow_jax.config import ConfigError
 from sparrow_jax.measures import length_metrics, pass_at_k, read_metrics
-from sparrow_jax.rollout.engine import Engine, Progress, Request, Response, Sampling
+from sparrow_jax.rollout.engine import Engine, Progress, Response, Sampling
+from sparrow_jax.rollout.pool import Request
 from sparrow_jax.tasks.problems import Problem
 from sparrow_jax.tasks.prompts import fitting_prompts
 from sparrow_jax.tasks.verifiers import Score, Verifier

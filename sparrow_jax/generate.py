@@ -15,7 +15,8 @@ from sparrow_jax import commands
 from sparrow_jax.assembly import assemble, policy_params
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.measures import read_metrics
-from sparrow_jax.rollout.engine import Request, Sampling
+from sparrow_jax.rollout.engine import Sampling
+from sparrow_jax.rollout.pool import Request
 from sparrow_jax.tasks.problems import Problem
 from sparrow_jax.tasks.prompts import PromptEncoder
 from sparrow_jax.workdir import Workdir

@@ -22,7 +22,8 @@ from sparrow_jax.learner.advantages import ADVANTAGES
 from sparrow_jax.learner.learner import Learner, LearnerState, Scores
 from sparrow_jax.learner.rows import Rows, Sample, micro_batches
 from sparrow_jax.measures import entropy_metric, length_metrics, mismatch_metrics, read_metrics, reward_metrics
-from sparrow_jax.rollout.engine import Progress, Request, Response, Sampling
+from sparrow_jax.rollout.engine import Progress, Response, Sampling
+from sparrow_jax.rollout.pool import Request
 from sparrow_jax.tasks.problems import Problem, load_problems
 from sparrow_jax.tasks.prompts import take_prompts
 from sparrow_jax.tasks.verifiers import Verifier

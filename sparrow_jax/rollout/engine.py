@@ -26,21 +26,12 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
 from sparrow_jax.rollout.decode import Prompts, SamplerStatics, SamplingValues, decode_segment, prefill
+from sparrow_jax.rollout.pool import Pool, Request, Row
 from sparrow_jax.rollout.sampling import sample_keys
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 
 SHARDED = PartitionSpec(meshes.BATCH_AXES)
 WHOLE = PartitionSpec()
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One response to sample: prompt ids, numbers of prompt and sample (they fix the random keys), most tokens."""
-
-    prompt_ids: Sequence[int]
-    prompt: int
-    sample: int
-    limit_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +189,7 @@ class Engine:
         cache, slots = self._fresh(sampling.keep_hidden)()
         keys = self._request_keys(requests, run_key, step)
         waiting = deque(range(len(requests)))
-        pool = _Pool(self.shards, self.slots_per_shard, self.pool_pages)
+        pool = Pool(self.shards, self.slots_per_shard, self.pool_pages)
         responses: dict[int, Response] = {}
         streamed: dict[int, int] = {}
         tokens_done = 0
@@ -342,11 +333,11 @@ class Engine:
         return -(-(len(request.prompt_ids) + request.limit_tokens) // self.rollout.page_tokens)
 
     def _admissions(
-        self, waiting: deque[int], requests: Sequence[Request], keys: np.ndarray, pool: '_Pool'
-    ) -> 'Iterator[list[list[_Row]]]':
+        self, waiting: deque[int], requests: Sequence[Request], keys: np.ndarray, pool: Pool
+    ) -> Iterator[list[list[Row]]]:
         """Yields batches of admitted rows, one list a shard, in the order of the requests, until one has to wait."""
         while waiting:
-            rows: list[list[_Row]] = [[] for _ in range(self.shards)]
+            rows: list[list[Row]] = [[] for _ in range(self.shards)]
             while waiting:
                 request = requests[waiting[0]]
                 open_shards = [shard for shard in range(self.shards) if len(rows[shard]) < self.rows_per_shard]
@@ -359,7 +350,7 @@ class Engine:
                 return
             yield rows
 
-    def _prompt_arrays(self, rows: 'list[list[_Row]]', length: int) -> Prompts:
+    def _prompt_arrays(self, rows: list[list[Row]], length: int) -> Prompts:
         R, N = self.rows_per_shard * self.shards, self.pages_per_sequence
         tokens_RT, length_R = np.zeros((R, length), np.int32), np.ones(R, np.int32)
         slot_R = np.full(R, self.slots_per_shard, np.int32)  # padding
@@ -381,43 +372,6 @@ class Engine:
 
 KEY_BLOCK = 64  # sample keys made by one call
 _POOL = PartitionSpec(None, meshes.BATCH_AXES)  # pages are split over shards along P
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    index: int
-    request: Request
-    key: np.ndarray
-    slot: int
-    pages: list[int]
-
-
-class _Pool:
-    """Free slots and pages of every shard, on the host."""
-
-    def __init__(self, shards: int, slots: int, pages: int):
-        self.slots_per_shard = slots
-        self.free_slots = [list(range(shard * slots, (shard + 1) * slots))[::-1] for shard in range(shards)]
-        self.free_pages = [list(range(pages))[::-1] for _ in range(shards)]
-        self.running: dict[int, _Row] = {}
-
-    def admit(self, index: int, request: Request, key: np.ndarray, pages: int, shards: list[int]) -> _Row | None:
-        """Gives the request a slot and pages on the emptiest of these shards, or None where none has room."""
-        fitting = [s for s in shards if self.free_slots[s] and len(self.free_pages[s]) >= pages]
-        if not fitting:
-            return None
-        shard = max(fitting, key=lambda s: (len(self.free_slots[s]), -s))
-        taken = [self.free_pages[shard].pop() for _ in range(pages)]
-        row = _Row(index, request, key, self.free_slots[shard].pop(), taken)
-        self.running[row.slot] = row
-        return row
-
-    def release(self, slot: int) -> _Row:
-        row = self.running.pop(slot)
-        shard = slot // self.slots_per_shard
-        self.free_slots[shard].append(slot)
-        self.free_pages[shard].extend(reversed(row.pages))
-        return row
 
 
 def _prefill_lengths(longest: int, page_tokens: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from sparrow_jax.config import ParallelConfig, RolloutConfig, resolve
 from sparrow_jax.models.decoder import init_decoder
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel.mesh import make_mesh
-from sparrow_jax.rollout.engine import Engine, Request, Response, Sampling
+from sparrow_jax.rollout.engine import Engine, Response, Sampling
+from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity.schedules import Schedule
 
 SHAPE = DecoderShape(

@@ -7,7 +7,8 @@ import pytest
 from sampler_setup import END_IDS, MAX_PROMPT, MAX_RESPONSE, PAGES, Sampler, assert_same, make_requests, prompt_of
 
 from sparrow_jax.config import ConfigError
-from sparrow_jax.rollout.engine import Progress, Request
+from sparrow_jax.rollout.engine import Progress
+from sparrow_jax.rollout.pool import Request
 
 REQUESTS = make_requests(samples=2)
 

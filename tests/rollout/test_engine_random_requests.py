@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampler_setup import MAX_PROMPT, MAX_RESPONSE, assert_same, prompt_of
 
-from sparrow_jax.rollout.engine import Request
+from sparrow_jax.rollout.pool import Request
 
 request_lists = st.lists(
     st.builds(
