@@ -53,7 +53,7 @@ class Parts:
 
     def abstract_params(self) -> nnx.State:
         """Shapes, dtypes and learner shardings of the weights; nothing is allocated."""
-        _, params = abstract_decoder(self.shape, **self._options())
+        _, params = abstract_decoder(self.shape, **_dtypes(self.run))
         place = lambda x, axes: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=meshes.weight_sharding(self.mesh, axes, x.shape, meshes.LEARNER_RULES)
         )
@@ -72,7 +72,7 @@ class Parts:
         abstract = self.abstract_params()
         if not self.run.model.random_weights:
             return load_params(self.run.model.path, abstract)
-        make = lambda: init_decoder(self.shape, self.run.seed, **self._options())[1]
+        make = lambda: init_decoder(self.shape, self.run.seed, **_dtypes(self.run))[1]
         return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
     def engine(self) -> Engine:
@@ -85,10 +85,6 @@ class Parts:
             self.encoder.end_ids,
             self.run.model.compute_dtype,
         )
-
-    def _options(self) -> dict:
-        model = self.run.model
-        return {'param_dtype': jnp.dtype(model.param_dtype), 'compute_dtype': jnp.dtype(model.compute_dtype)}
 
 
 def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Parts:
@@ -118,10 +114,14 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
             'tokenizer.path and model.path belong to different models'
         )
     parts = memory.check_fits(run, shape, mesh.shape, trains=trains, samples=samples)
-    dtypes = {'param_dtype': jnp.dtype(run.model.param_dtype), 'compute_dtype': jnp.dtype(run.model.compute_dtype)}
-    learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **dtypes)
-    sampler_graph, _ = abstract_decoder(shape, remat=False, **dtypes)
+    learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **_dtypes(run))
+    sampler_graph, _ = abstract_decoder(shape, remat=False, **_dtypes(run))
     return Parts(run, mesh, shape, encoder, schedule, learner_graph, sampler_graph, parts)
+
+
+def _dtypes(run: RunConfig) -> dict[str, jnp.dtype]:
+    """The dtype arguments of `Decoder`."""
+    return {'param_dtype': jnp.dtype(run.model.param_dtype), 'compute_dtype': jnp.dtype(run.model.compute_dtype)}
 
 
 def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:

@@ -5,8 +5,9 @@ done again; `update` replaces the weights.
 """
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
@@ -54,6 +55,16 @@ class Prepared:
     logp_old: list[jax.Array] | None
     metrics: dict[str, float]
     answers: list[dict]
+
+
+def as_samples(
+    requests: Sequence[Request], responses: Sequence[Response], advantages: Sequence[float] | np.ndarray
+) -> list[Sample]:
+    """What the learner's rows are made from; the three are in the same order."""
+    return [
+        Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, float(advantage), r.hidden)
+        for q, r, advantage in zip(requests, responses, advantages, strict=True)
+    ]
 
 
 class Trainer:
@@ -156,17 +167,15 @@ class Trainer:
         """
         step = self.position.step + 1
         problems, prompts = self.next_prompts()
-        responses, requests = self.sample(step, prompts)
+        weights = self.engine.weights(self.state.params)
+        responses, requests = self.sample(step, weights, prompts)
         repeated = [p for p in problems for _ in range(self.run.rollout.samples_per_prompt)]
         completions = [self.parts.encoder.decode(r.tokens) for r in responses]
         with self.timed('reward', 'verifying'):
             scores = self.verifier.score(repeated, completions)
         rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
         advantages = np.asarray(self.advantages(rewards)).reshape(-1)
-        samples = [
-            Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, float(a), r.hidden)
-            for q, r, a in zip(requests, responses, advantages, strict=True)
-        ]
+        samples = as_samples(requests, responses, advantages)
         updates = self.make_updates(samples)
         scored = self.score([rows for update in updates for rows in update])
         prompt_tokens = [len(q.prompt_ids) for q in requests]
@@ -181,8 +190,9 @@ class Trainer:
         if self.measured(step):
             metrics.update(self.mismatch(scored))
         if self.floored(step):
-            metrics['sparse/alpha_floor_p05'] = self.floor(step, requests)
+            metrics['sparse/alpha_floor_p05'] = self.floor(step, weights, requests)
         metrics['perf/total_num_tokens'] = float(sum(s.tokens for s in samples))
+        answers = zip(requests, completions, repeated, scores, responses, strict=True)
         rows = [
             {
                 'prompt': self.parts.encoder.decode(q.prompt_ids),
@@ -192,11 +202,9 @@ class Trainer:
                 'finish_reason': r.finish_reason,
                 'tokens': len(r.tokens),
             }
-            for q, text, problem, score, r in zip(requests, completions, repeated, scores, responses, strict=True)
+            for q, text, problem, score, r in itertools.islice(answers, self.run.log.samples_per_step)
         ]
-        return Prepared(
-            updates, [scores.logp_BT for _, scores in scored], metrics, rows[: self.run.log.samples_per_step]
-        )
+        return Prepared(updates, [scores.logp_BT for _, scores in scored], metrics, rows)
 
     def prepare_supervised(self) -> 'Prepared':
         """A batch of worked solutions."""
@@ -237,7 +245,7 @@ class Trainer:
         self.position.skipped_overlong += taken.skipped
         return list(taken.problems), list(taken.prompt_ids)
 
-    def sample(self, step: int, prompts: list[list[int]]) -> tuple[list[Response], list[Request]]:
+    def sample(self, step: int, weights: nnx.State, prompts: list[list[int]]) -> tuple[list[Response], list[Request]]:
         rollout = self.run.rollout
         requests = [
             Request(ids, i, sample, rollout.max_response_tokens)
@@ -246,7 +254,7 @@ class Trainer:
         ]
         with self.timed('gen', 'sampling'):
             responses = self.engine.generate(
-                self.engine.weights(self.state.params),
+                weights,
                 requests,
                 run_key=self.key,
                 step=step,
@@ -281,20 +289,14 @@ class Trainer:
             )
         return metrics
 
-    def floor(self, step: int, requests: list[Request]) -> float:
+    def floor(self, step: int, weights: nnx.State, requests: list[Request]) -> float:
         """p05 of alpha between the decode path with all pages and the learner: what numerical differences alone
         cost.
         """
         with self.timed('floor', 'measuring the dense floor'):
             few = requests[: self.run.mismatch.floor_sequences]
-            responses = self.engine.generate(
-                self.engine.weights(self.state.params), few, run_key=self.key, step=step, sampling=self.floor_sampling()
-            )
-            samples = [
-                Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, 0.0, r.hidden)
-                for q, r in zip(few, responses, strict=True)
-            ]
-            rows = micro_batches(samples, self.learner.layout)
+            responses = self.engine.generate(weights, few, run_key=self.key, step=step, sampling=self.floor_sampling())
+            rows = micro_batches(as_samples(few, responses, np.zeros(len(few))), self.learner.layout)
             scored = [(one, self.learner.score(self.state.params, self.learner.device(one))) for one in rows]
             _, tail = mismatch_metrics(scored, self.run.mismatch.bin_width_tokens, self.run.mismatch.min_count)
         return tail.p05
