@@ -130,13 +130,17 @@ def test_part_of_a_checkpoint_can_be_read_while_nothing_is_cleaned(tmp_path):
 
 
 KILLED = """
-    import os, signal, sys
-    import jax.numpy as jnp
+    import os, signal, sys, time
+    import jax, jax.numpy as jnp
     from sparrow_jax.checkpoint import Checkpoints
     checkpoints = Checkpoints(sys.argv[1])
-    checkpoints.save(1, {'x': jnp.full(4_000_000, 1.0)}, {'step': 1})
+    checkpoints.save(1, {'x': jnp.full(1000, 1.0)}, {'step': 1})
     checkpoints.wait()
-    checkpoints.save(2, {'x': jnp.full(4_000_000, 2.0)}, {'step': 2})
+    # Noise does not compress: the write lasts long after its folder appears, which may be any time after `save`.
+    checkpoints.save(2, {'x': jax.random.normal(jax.random.key(0), 16_000_000)}, {'step': 2})
+    until = time.monotonic() + 60
+    while os.listdir(sys.argv[1]) == ['1'] and time.monotonic() < until:
+        pass
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -145,16 +149,17 @@ def test_a_checkpoint_half_written_at_a_kill_is_never_seen_and_cleaned_away(tmp_
     done = subprocess.run([sys.executable, '-c', textwrap.dedent(KILLED), str(tmp_path)], check=False)
     assert done.returncode == -signal.SIGKILL
     left = sorted(p.name for p in tmp_path.iterdir())
-    assert len(left) > 1, 'the kill came before or after the write: this test shows nothing'
+    assert left != ['1'], 'the kill came before the write: this test shows nothing'
+    assert '2' not in left, 'the kill came after the write: this test shows nothing'
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         assert checkpoints.latest_step() == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == left
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 1
-        restored, facts = checkpoints.restore(1, {'x': jnp.zeros(4_000_000)})
+        restored, facts = checkpoints.restore(1, {'x': jnp.zeros(1000)})
         assert facts == {'step': 1}
         np.testing.assert_array_equal(restored['x'], 1.0)
-        checkpoints.save(2, {'x': jnp.full(4_000_000, 3.0)}, {'step': 2})
+        checkpoints.save(2, {'x': jnp.full(1000, 3.0)}, {'step': 2})
         checkpoints.wait()
         assert checkpoints.latest_step() == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ['1', '2']
