@@ -14,7 +14,7 @@ PAGE_TOKENS = (8, 16, 32, 64, 128)
 def check_shapes(op: str, arrays: Mapping[str, tuple[jax.Array, str]], **sizes: int) -> dict[str, int]:
     """Binds the letters of each array's pattern to sizes and checks that all agree.
 
-    arrays: name -> (array, pattern), a pattern being letters and literal digits, e.g. 'KP2CA'.
+    arrays: name -> (array, pattern), a pattern being letters and literal digits, e.g. 'KPCE'.
     sizes: letters fixed beforehand.
     Returns the size of every letter. Raises ValueError naming the operation and the argument.
     """
@@ -42,6 +42,12 @@ def check_heads(op: str, query_heads: int, kv_heads: int) -> None:
         raise ValueError(f'{op}: q has {query_heads} heads, not a multiple of the {kv_heads} KV heads')
 
 
+def check_counts(op: str, ids_BKM: jax.Array, pages: int) -> None:
+    """Raises ValueError where more pages could be read than there are."""
+    if ids_BKM.shape[-1] > pages:
+        raise ValueError(f'{op}: ids_BKM has room for {ids_BKM.shape[-1]} pages; there are {pages}')
+
+
 def check_integers(op: str, **arrays: jax.Array) -> None:
     """Raises ValueError unless every array is int32."""
     for name, array in arrays.items():
@@ -56,9 +62,9 @@ def check_floats(op: str, **arrays: jax.Array) -> None:
             raise ValueError(f'{op}: {name} must be floating point, got {array.dtype}')
 
 
-def check_stored(op: str, pages_KP2CA: jax.Array, **arrays: jax.Array) -> None:
+def check_stored(op: str, pages_KPCE: jax.Array, **arrays: jax.Array) -> None:
     """Raises ValueError unless every array has the pool's dtype, and that is floating point."""
-    check_floats(op, pages_KP2CA=pages_KP2CA)
+    check_floats(op, pages_KPCE=pages_KPCE)
     for name, array in arrays.items():
-        if array.dtype != pages_KP2CA.dtype:
-            raise ValueError(f'{op}: {name} must have the dtype of pages_KP2CA, {pages_KP2CA.dtype}, got {array.dtype}')
+        if array.dtype != pages_KPCE.dtype:
+            raise ValueError(f'{op}: {name} must have the dtype of pages_KPCE, {pages_KPCE.dtype}, got {array.dtype}')

@@ -33,16 +33,16 @@ def random_pool(
         free: what memory without a token holds.
 
     Returns:
-        pages_KP2CA, and table_BN int32 whose entries past a sequence's last page are 0, a page that nobody owns.
+        pages_KPCE, and table_BN int32 whose entries past a sequence's last page are 0, a page that nobody owns.
     """
     K, C, A, N = kv_heads, page_tokens, head_dim, pages
     physical = len(lengths) * N + SPARE_PAGES
-    pages_KP2CA = np.full((K, physical, 2, C, A), free, np.float32)
+    pages_KPCE = np.full((K, physical, C, 2 * A), free, np.float32)
     table_BN = np.zeros((len(lengths), N), np.int32)
     places = iter(rng.permutation(np.arange(1, physical)))
     for b, length in enumerate(lengths):
         for n in range(-(-length // C)):
             table_BN[b, n] = place = next(places)
             filled = min(length - n * C, C)
-            pages_KP2CA[:, place, :, :filled] = rng.standard_normal((K, 2, filled, A))
-    return pages_KP2CA.astype(jnp.dtype(dtype)), table_BN
+            pages_KPCE[:, place, :filled] = rng.standard_normal((K, filled, 2 * A))
+    return pages_KPCE.astype(jnp.dtype(dtype)), table_BN

@@ -12,6 +12,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from pallas_kernels.implementation import Implementation
+
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
 SCHEDULE_KINDS = ('dense', 'fixed', 'published', 'file')
 DTYPES = ('bfloat16', 'float32')
@@ -92,6 +94,7 @@ class RolloutConfig:
     temperature: float
     segment_steps: int
     prefill_rows: int
+    kernels: str
 
     @property
     def pages_per_sequence(self) -> int:
@@ -331,6 +334,7 @@ def validate(run: RunConfig) -> None:
         'must be positive: training samples from the full softmax',
     )
 
+    one_of('rollout.kernels', r.kernels, ('auto', *Implementation))
     one_of('schedule.kind', s.kind, SCHEDULE_KINDS)
     need(
         s.reserved_first_pages >= 1,

@@ -54,7 +54,8 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     seconds = time.perf_counter() - began
     stream.end()
     tokens = len(response.tokens)
-    facts = f'{tokens} tokens, {tokens / seconds:,.0f} tokens/s, finish reason {response.finish_reason}'
+    facts = f'{tokens} tokens, {tokens / seconds:,.0f} tokens/s with {engine.kernels} kernels'
+    facts += f', finish reason {response.finish_reason}'
     if sampling.sparse and tokens > 1:
         reads = read_metrics(parts.schedule, parts.shape.layers, [len(ids)], [response])
         facts += f', read {reads["sparse/kv_read_fraction"]:.0%} of the dense KV bytes'

@@ -124,7 +124,8 @@ def _responses(run: RunConfig) -> int:
 def _start_block(
     run: RunConfig, parts: Parts, trainer: Trainer, workdir: Workdir, restored: int | None
 ) -> tuple[str, dict[str, str]]:
-    schedule, shape = parts.schedule, parts.shape
+    schedule, shape, engine = parts.schedule, parts.shape, trainer.engine
+    why = engine.why_kernels
     low, high = min(schedule.budget_pages), max(schedule.budget_pages)
     if schedule.kind == 'dense':
         sampler = 'dense'
@@ -141,7 +142,7 @@ def _start_block(
         'devices': f'{jax.device_count()} x {device}, mesh {dict(parts.mesh.shape)}',
         'memory': f'{memory.show_bytes(memory.peak_bytes(parts.memory_bytes))} estimated on each device',
         'sampler': sampler,
-        'attention': f'{trainer.learner.attention} in the learner, JAX reference kernels in the sampler',
+        'attention': f'{trainer.learner.attention} in the learner, {engine.kernels} in the sampler ({why})',
         'data': f'{run.data.source}, {len(trainer.train_set):,} problems, {len(trainer.held_out):,} held out',
         'workdir': str(workdir.path),
     }

@@ -186,6 +186,7 @@ class Trainer:
             **length_metrics(prompt_tokens, responses),
             **entropy_metric(scored),
             **read_metrics(self.parts.schedule, self.parts.shape.layers, prompt_tokens, responses),
+            'sparse/pallas_kernels': float(self.engine.kernels.platform is not None),
         }
         if self.measured(step):
             metrics.update(self.mismatch(scored))

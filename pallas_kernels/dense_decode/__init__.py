@@ -4,11 +4,20 @@ import jax
 
 from pallas_kernels.checks import check_heads, check_integers, check_pages, check_shapes, check_stored
 from pallas_kernels.dense_decode import reference
+from pallas_kernels.implementation import Implementation, check_fit, kernel_module
 
 MAX_QUERIES = 256
 
 
-def dense_decode(q_BTHA: jax.Array, pages_KP2CA: jax.Array, table_BN: jax.Array, length_B: jax.Array) -> jax.Array:
+def dense_decode(
+    q_BTHA: jax.Array,
+    pages_KPCE: jax.Array,
+    table_BN: jax.Array,
+    length_B: jax.Array,
+    *,
+    implementation: Implementation = Implementation.REFERENCE,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
     """softmax(q . k / sqrt(A)) v over all cached tokens, causal from the bottom right.
 
     Query t of T sees the first length - T + 1 + t tokens.
@@ -16,30 +25,40 @@ def dense_decode(q_BTHA: jax.Array, pages_KP2CA: jax.Array, table_BN: jax.Array,
     Args:
         q_BTHA: the sequence's newest T queries, unscaled, 1 <= T <= 256, in the pool's dtype; their keys and values are
             in the cache already.
-        pages_KP2CA: the pool; unused memory may hold NaN.
+        pages_KPCE: the pool; unused memory may hold NaN.
         table_BN: int32 physical page of each logical page.
         length_B: int32 cached tokens, the T newest included.
+        implementation: of `pallas_kernels.implementation`.
+        out_dtype: of the result, q's by default.
 
     Returns:
-        o_BTHA in q's dtype, accumulated in float32. A query that sees no token gives zeros. Not differentiable by
+        o_BTHA, accumulated in float32. A query that sees no token gives zeros. Not differentiable by
         intent.
 
     Raises:
-        ValueError: shapes, dtypes or the page size do not fit each other.
+        ValueError: shapes, dtypes or the page size do not fit each other or the implementation.
     """
     sizes = check_shapes(
         'dense_decode',
         {
             'q_BTHA': (q_BTHA, 'BTHA'),
-            'pages_KP2CA': (pages_KP2CA, 'KP2CA'),
+            'pages_KPCE': (pages_KPCE, 'KPCE'),
             'table_BN': (table_BN, 'BN'),
             'length_B': (length_B, 'B'),
         },
+        E=2 * q_BTHA.shape[-1],
     )
     check_pages('dense_decode', sizes['C'])
     check_integers('dense_decode', table_BN=table_BN, length_B=length_B)
-    check_stored('dense_decode', pages_KP2CA, q_BTHA=q_BTHA)
+    check_stored('dense_decode', pages_KPCE, q_BTHA=q_BTHA)
     check_heads('dense_decode', sizes['H'], sizes['K'])
     if not 1 <= sizes['T'] <= MAX_QUERIES:
         raise ValueError(f'dense_decode: q_BTHA has {sizes["T"]} queries a sequence; must be 1 to {MAX_QUERIES}')
-    return reference.dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B)
+    out_dtype = out_dtype or q_BTHA.dtype
+    if implementation is Implementation.REFERENCE:
+        return reference.dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, out_dtype=out_dtype)
+    check_fit('dense_decode', sizes['A'], sizes['H'] // sizes['K'], pages_KPCE.dtype)
+    kernel = kernel_module('dense_decode', implementation)
+    return kernel.dense_decode(
+        q_BTHA, pages_KPCE, table_BN, length_B, out_dtype=out_dtype, interpret=implementation.interpreted
+    )

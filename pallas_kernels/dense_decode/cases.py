@@ -34,7 +34,7 @@ class Case:
     def arguments(self, seed: int = 0, free: float = 0.0) -> dict[str, jax.Array]:
         """Random arguments of `dense_decode`; `free` is what unwritten memory holds."""
         rng = np.random.default_rng(seed)
-        pages_KP2CA, table_BN = random_pool(
+        pages_KPCE, table_BN = random_pool(
             rng,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -47,7 +47,7 @@ class Case:
         sizes = (len(self.lengths), self.queries, self.kv_heads * self.group, self.head_dim)
         return {
             'q_BTHA': jnp.asarray(rng.standard_normal(sizes), self.dtype),
-            'pages_KP2CA': jnp.asarray(pages_KP2CA),
+            'pages_KPCE': jnp.asarray(pages_KPCE),
             'table_BN': jnp.asarray(table_BN),
             'length_B': jnp.asarray(self.lengths, jnp.int32),
         }

@@ -10,11 +10,11 @@ from jax import lax
 BLOCK_TOKENS = 64
 
 
-def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
+def dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, *, out_dtype):
     B, T, H, A = q_BTHA.shape
-    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    K, C = pages_KPCE.shape[0], pages_KPCE.shape[2]
     # By default a float32 product on GPU and TPU is rounded to fewer bits; a float32 cache asks for exact ones.
-    precision = lax.Precision.HIGHEST if pages_KP2CA.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if pages_KPCE.dtype == jnp.float32 else None
     block = max(BLOCK_TOKENS // C, 1)  # pages a block
     blocks = -(-table_BN.shape[1] // block)
     table_BN = jnp.pad(table_BN, ((0, 0), (0, blocks * block - table_BN.shape[1])))
@@ -28,8 +28,8 @@ def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
         table_Bn = lax.dynamic_slice_in_dim(table_BN, i * block, block, axis=1)
         exists_BS = position_S < length_B[:, None]
         table_Bn = jnp.where(exists_BS[:, ::C], table_Bn, 0)
-        kv_BKn2CA = pages_KP2CA[jnp.arange(K)[:, None], table_Bn[:, None]]
-        k_BKnCA, v_BKnCA = kv_BKn2CA[:, :, :, 0], kv_BKn2CA[:, :, :, 1]
+        kv_BKnCE = pages_KPCE[jnp.arange(K)[:, None], table_Bn[:, None]]
+        k_BKnCA, v_BKnCA = kv_BKnCE[..., :A], kv_BKnCE[..., A:]
         score_BKGTnC = jnp.einsum(
             'bkgta,bknca->bkgtnc', q_BKGTA, k_BKnCA, precision=precision, preferred_element_type=jnp.float32
         )
@@ -60,4 +60,4 @@ def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
     visited = jnp.minimum(-(-jnp.max(length_B) // (block * C)), blocks)
     o_BKGTA, _, total_BKGT = lax.fori_loop(0, visited, visit, start)
     o_BKGTA = o_BKGTA / jnp.maximum(total_BKGT, 1e-30)[..., None]
-    return o_BKGTA.transpose(0, 3, 1, 2, 4).reshape(B, T, H, A).astype(q_BTHA.dtype)
+    return o_BKGTA.transpose(0, 3, 1, 2, 4).reshape(B, T, H, A).astype(out_dtype)

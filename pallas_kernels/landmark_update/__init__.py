@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_floats, check_integers, check_pages, check_shapes
+from pallas_kernels.implementation import Implementation, check_fit, kernel_module
 from pallas_kernels.landmark_update import reference
 from pallas_kernels.landmark_update.reference import page_mean
 
@@ -11,13 +12,15 @@ __all__ = ['landmark_update', 'page_mean']
 
 
 def landmark_update(
-    pages_KP2CA: jax.Array,
+    pages_KPCE: jax.Array,
     landmark_BKNA: jax.Array,
     k_BKA: jax.Array,
     v_BKA: jax.Array,
     table_BN: jax.Array,
     position_B: jax.Array,
     write_B: jax.Array,
+    *,
+    implementation: Implementation = Implementation.REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the key and value of one token per sequence at its position.
 
@@ -25,23 +28,24 @@ def landmark_update(
     landmark[b, :, p // C] = mean of the page's stored keys in float32, token order, rounded once.
 
     Args:
-        pages_KP2CA: the pool, any float dtype. Donate it: nothing but the tokens written changes.
+        pages_KPCE: the pool, any float dtype. Donate it: nothing but the tokens written changes.
         landmark_BKNA: landmarks of the slots' logical pages.
         k_BKA, v_BKA: the token's key (after RoPE and QK-norm) and value; rounded to the pool's dtype.
         table_BN: int32 physical page of each logical page.
         position_B: int32 position of the token, 0 <= position < N * C.
         write_B: bool; sequences with False write nothing.
+        implementation: of `pallas_kernels.implementation`.
 
     Returns:
         The pool and the landmarks. No gradients are meant to flow.
 
     Raises:
-        ValueError: shapes, dtypes or the page size do not fit each other.
+        ValueError: shapes, dtypes or the page size do not fit each other or the implementation.
     """
     sizes = check_shapes(
         'landmark_update',
         {
-            'pages_KP2CA': (pages_KP2CA, 'KP2CA'),
+            'pages_KPCE': (pages_KPCE, 'KPCE'),
             'landmark_BKNA': (landmark_BKNA, 'BKNA'),
             'k_BKA': (k_BKA, 'BKA'),
             'v_BKA': (v_BKA, 'BKA'),
@@ -49,10 +53,16 @@ def landmark_update(
             'position_B': (position_B, 'B'),
             'write_B': (write_B, 'B'),
         },
+        E=2 * k_BKA.shape[-1],
     )
     check_pages('landmark_update', sizes['C'])
     check_integers('landmark_update', table_BN=table_BN, position_B=position_B)
-    check_floats('landmark_update', pages_KP2CA=pages_KP2CA, landmark_BKNA=landmark_BKNA, k_BKA=k_BKA, v_BKA=v_BKA)
+    check_floats('landmark_update', pages_KPCE=pages_KPCE, landmark_BKNA=landmark_BKNA, k_BKA=k_BKA, v_BKA=v_BKA)
     if write_B.dtype != jnp.bool_:
         raise ValueError(f'landmark_update: write_B must be bool, got {write_B.dtype}')
-    return reference.landmark_update(pages_KP2CA, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B)
+    arguments = pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B
+    if implementation is Implementation.REFERENCE:
+        return reference.landmark_update(*arguments)
+    check_fit('landmark_update', sizes['A'], 1, pages_KPCE.dtype)
+    kernel = kernel_module('landmark_update', implementation)
+    return kernel.landmark_update(*arguments, interpret=implementation.interpreted)

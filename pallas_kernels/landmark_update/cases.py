@@ -34,7 +34,7 @@ class Case:
         """Random arguments of `landmark_update`; `free` is what unwritten memory and landmarks hold."""
         rng = np.random.default_rng(seed)
         B, K, N, A, C = len(self.positions), self.kv_heads, self.pages, self.head_dim, self.page_tokens
-        pages_KP2CA, table_BN = random_pool(
+        pages_KPCE, table_BN = random_pool(
             rng,
             kv_heads=K,
             head_dim=A,
@@ -47,10 +47,10 @@ class Case:
         landmark_BKNA = rng.standard_normal((B, K, N, A))
         for b, position in enumerate(self.positions):
             page, offset = divmod(position, C)
-            pages_KP2CA[:, table_BN[b, page], :, offset] = free
+            pages_KPCE[:, table_BN[b, page], offset] = free
             landmark_BKNA[b, :, page:] = free
         return {
-            'pages_KP2CA': jnp.asarray(pages_KP2CA),
+            'pages_KPCE': jnp.asarray(pages_KPCE),
             'landmark_BKNA': jnp.asarray(landmark_BKNA, self.dtype),
             'k_BKA': jnp.asarray(rng.standard_normal((B, K, A)), self.dtype),
             'v_BKA': jnp.asarray(rng.standard_normal((B, K, A)), self.dtype),

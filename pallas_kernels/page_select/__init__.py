@@ -3,6 +3,7 @@
 import jax
 
 from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_shapes
+from pallas_kernels.implementation import Implementation, check_fit, kernel_module
 from pallas_kernels.page_select import reference
 
 
@@ -11,11 +12,13 @@ def page_select(
     landmark_BKNA: jax.Array,
     length_B: jax.Array,
     budget_B: jax.Array,
+    table_BN: jax.Array | None = None,
     *,
     page_tokens: int,
     max_pages: int,
     reserved_first: int,
     reserved_last: int,
+    implementation: Implementation = Implementation.REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Reserved pages and the `budget` best others by the block-mean score (Sparrow, section on dynamic block top-k).
 
@@ -28,26 +31,30 @@ def page_select(
         landmark_BKNA: landmarks; those of pages that are not full are never looked at, since those pages are reserved.
         length_B: int32 cached tokens, the current one included, at least 1.
         budget_B: int32 pages beside the reserved ones, at least 0.
+        table_BN: int32 physical page of each logical page, to get physical ids; None for logical ones.
         page_tokens: C.
         max_pages: M, the most pages any sequence may read; budgets beyond it are cut, so size it from the schedule. It
             must hold the reserved pages, or all N where those are fewer.
         reserved_first, reserved_last: pages; the last must be at least 1.
+        implementation: of `pallas_kernels.implementation`.
 
     Returns:
-        ids_BKM int32, logical pages in ascending order, N where unused; count_B int32, pages read by each sequence.
+        ids_BKM int32, pages in ascending order of their logical place, so that the newest is the last; entries from
+        the count on are N (logical) or 0 (physical). M is at most N. count_B int32, pages read by each sequence.
 
     Raises:
-        ValueError: shapes, dtypes or sizes do not fit each other.
+        ValueError: shapes, dtypes or sizes do not fit each other or the implementation.
     """
-    sizes = check_shapes(
-        'page_select',
-        {
-            'q_BHA': (q_BHA, 'BHA'),
-            'landmark_BKNA': (landmark_BKNA, 'BKNA'),
-            'length_B': (length_B, 'B'),
-            'budget_B': (budget_B, 'B'),
-        },
-    )
+    arrays = {
+        'q_BHA': (q_BHA, 'BHA'),
+        'landmark_BKNA': (landmark_BKNA, 'BKNA'),
+        'length_B': (length_B, 'B'),
+        'budget_B': (budget_B, 'B'),
+    }
+    if table_BN is not None:
+        arrays['table_BN'] = (table_BN, 'BN')
+        check_integers('page_select', table_BN=table_BN)
+    sizes = check_shapes('page_select', arrays)
     check_pages('page_select', page_tokens)
     check_integers('page_select', length_B=length_B, budget_B=budget_B)
     check_floats('page_select', q_BHA=q_BHA, landmark_BKNA=landmark_BKNA)
@@ -59,13 +66,15 @@ def page_select(
     least = min(reserved_first + reserved_last, sizes['N'])
     if max_pages < least:
         raise ValueError(f'page_select: max_pages={max_pages}: must be at least {least} to hold the reserved pages')
-    return reference.page_select(
-        q_BHA,
-        landmark_BKNA,
-        length_B,
-        budget_B,
-        page_tokens=page_tokens,
-        max_pages=max_pages,
-        reserved_first=reserved_first,
-        reserved_last=reserved_last,
-    )
+    arguments = q_BHA, landmark_BKNA, length_B, budget_B, table_BN
+    options = {
+        'page_tokens': page_tokens,
+        'max_pages': min(max_pages, sizes['N']),
+        'reserved_first': reserved_first,
+        'reserved_last': reserved_last,
+    }
+    if implementation is Implementation.REFERENCE:
+        return reference.page_select(*arguments, **options)
+    check_fit('page_select', sizes['A'], sizes['H'] // sizes['K'], landmark_BKNA.dtype)
+    kernel = kernel_module('page_select', implementation)
+    return kernel.page_select(*arguments, **options, interpret=implementation.interpreted)

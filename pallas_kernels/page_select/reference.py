@@ -4,7 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pages, reserved_first, reserved_last):
+def page_select(
+    q_BHA, landmark_BKNA, length_B, budget_B, table_BN, *, page_tokens, max_pages, reserved_first, reserved_last
+):
     B, K, N, A = landmark_BKNA.shape
     group_BKA = q_BHA.astype(jnp.float32).reshape(B, K, -1, A).mean(axis=2)
     landmark_BKNA = landmark_BKNA.astype(jnp.float32)
@@ -20,7 +22,9 @@ def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pa
 
     count_B = jnp.minimum(pages_B, budget_B + reserved_first + reserved_last)
     count_B = jnp.minimum(count_B, max_pages)
-    ids_BKM = lax.top_k(score_BKN, min(max_pages, N))[1]  # equal scores: the lower page first
-    chosen_M = jnp.arange(ids_BKM.shape[-1]) < count_B[:, None, None]
+    ids_BKM = lax.top_k(score_BKN, max_pages)[1]  # equal scores: the lower page first
+    chosen_M = jnp.arange(max_pages) < count_B[:, None, None]
     ids_BKM = jnp.sort(jnp.where(chosen_M, ids_BKM, N), axis=-1)  # page order; the rest, N, at the end
+    if table_BN is not None:
+        ids_BKM = jnp.take_along_axis(table_BN[:, None], ids_BKM, axis=2, mode='fill', fill_value=0)
     return ids_BKM.astype(jnp.int32), count_B.astype(jnp.int32)

@@ -39,7 +39,7 @@ class Case:
         Every KV head has pages of its own choice; even heads always read the last one, which may be partly filled.
         """
         rng = np.random.default_rng(seed)
-        pages_KP2CA, table_BN = random_pool(
+        pages_KPCE, table_BN = random_pool(
             rng,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -60,7 +60,7 @@ class Case:
         sizes = (len(self.lengths), self.kv_heads * self.group, self.head_dim)
         return {
             'q_BHA': jnp.asarray(rng.standard_normal(sizes), self.dtype),
-            'pages_KP2CA': jnp.asarray(pages_KP2CA),
+            'pages_KPCE': jnp.asarray(pages_KPCE),
             'table_BN': jnp.asarray(table_BN),
             'ids_BKM': jnp.asarray(ids_BKM),
             'count_B': jnp.asarray(self.counts, jnp.int32),

@@ -4,20 +4,27 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def sparse_decode(q_BHA, pages_KP2CA, table_BN, ids_BKM, count_B, length_B):
+def sparse_decode(q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B, *, out_dtype):
     B, H, A = q_BHA.shape
-    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    K, C = pages_KPCE.shape[0], pages_KPCE.shape[2]
     # By default a float32 product on GPU and TPU is rounded to fewer bits; a float32 cache asks for exact ones.
-    precision = lax.Precision.HIGHEST if pages_KP2CA.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if pages_KPCE.dtype == jnp.float32 else None
     M = ids_BKM.shape[-1]
-    physical_BKM = jnp.take_along_axis(table_BN[:, None], ids_BKM, axis=2, mode='clip')
     used_BKM = jnp.arange(M) < count_B[:, None, None]
-    kv_BKM2CA = pages_KP2CA[jnp.arange(K)[:, None], jnp.where(used_BKM, physical_BKM, 0)]
-    position_BKMC = ids_BKM[..., None] * C + jnp.arange(C)
+    if table_BN is None:
+        physical_BKM = ids_BKM
+        # Only the last one, the newest, may be partly filled.
+        newest_B = jnp.maximum(length_B - 1, 0) // C * C
+        first_BKM = jnp.where(jnp.arange(M) == count_B[:, None, None] - 1, newest_B[:, None, None], 0)
+    else:
+        physical_BKM = jnp.take_along_axis(table_BN[:, None], ids_BKM, axis=2, mode='clip')
+        first_BKM = ids_BKM * C
+    kv_BKMCE = pages_KPCE[jnp.arange(K)[:, None], jnp.where(used_BKM, physical_BKM, 0)]
+    position_BKMC = first_BKM[..., None] + jnp.arange(C)
     valid_BKMC = used_BKM[..., None] & (position_BKMC < length_B[:, None, None, None])
 
     q_BKGA = q_BHA.reshape(B, K, H // K, A)
-    k_BKMCA, v_BKMCA = kv_BKM2CA[:, :, :, 0], kv_BKM2CA[:, :, :, 1]
+    k_BKMCA, v_BKMCA = kv_BKMCE[..., :A], kv_BKMCE[..., A:]
     score_BKGMC = jnp.einsum(
         'bkga,bkmca->bkgmc', q_BKGA, k_BKMCA, precision=precision, preferred_element_type=jnp.float32
     )
@@ -32,4 +39,4 @@ def sparse_decode(q_BHA, pages_KP2CA, table_BN, ids_BKM, count_B, length_B):
         'bkgmc,bkmca->bkga', weight_BKGMC, v_BKMCA, precision=precision, preferred_element_type=jnp.float32
     )
     o_BKGA = o_BKGA / jnp.maximum(total_BKG1, 1e-30)
-    return o_BKGA.reshape(B, H, A).astype(q_BHA.dtype)
+    return o_BKGA.reshape(B, H, A).astype(out_dtype)

@@ -1,6 +1,6 @@
 """The paged KV cache and the state of the slots, as pytrees that the jitted functions donate and return.
 
-Layout per layer: one pool `pages_KP2CA` (keys and values of a page side by side) and `landmark_BKNA`, the mean key of
+Layout per layer: one pool `pages_KPCE` (a token's key and value side by side) and `landmark_BKNA`, the mean key of
 each filled page per slot in logical order, so that scoring reads contiguous memory. One page table serves all layers.
 """
 
@@ -17,7 +17,7 @@ from sparrow_jax.models.shape import DecoderShape
 class Cache:
     """Keys and values of all slots. Lists hold one array a layer: a stacked one would be copied before each kernel."""
 
-    pages: list[jax.Array]  # [K, P, 2, C, A]
+    pages: list[jax.Array]  # [K, P, C, E]
     landmarks: list[jax.Array]  # [B, K, N, A]
 
 
@@ -47,7 +47,7 @@ def make_cache(
     K, A = shape.kv_heads, shape.head_dim
     layers = range(shape.layers)
     return Cache(
-        pages=[jnp.zeros((K, pool_pages, 2, page_tokens, A), dtype) for _ in layers],
+        pages=[jnp.zeros((K, pool_pages, page_tokens, 2 * A), dtype) for _ in layers],
         landmarks=[jnp.zeros((slots, K, pages_per_sequence, A), dtype) for _ in layers],
     )
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.landmark_update import landmark_update, page_mean
 from pallas_kernels.page_select import page_select
 from pallas_kernels.sparse_decode import sparse_decode
@@ -34,6 +35,7 @@ class SamplerStatics:
         dense_layers: layers that read every page; all of them for a dense sampler.
         end_ids: tokens that end a response.
         prefill_attention: implementation of `models.attention.causal_attend`.
+        kernels: what runs the attention of decode steps.
         truncate: whether top-p is applied (evaluation only).
     """
 
@@ -45,6 +47,7 @@ class SamplerStatics:
     dense_layers: frozenset[int]
     end_ids: tuple[int, ...]
     prefill_attention: str
+    kernels: Implementation
     truncate: bool
 
 
@@ -180,23 +183,37 @@ def _decode_step(
 def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, active_B, statics: SamplerStatics) -> Attend:
     """Writes the token's key and value, then attends to the chosen pages (to all in a dense layer)."""
 
+    kernels = statics.kernels
+
     def attend(layer: int, q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array) -> jax.Array:
         cache.pages[layer], cache.landmarks[layer] = landmark_update(
-            cache.pages[layer], cache.landmarks[layer], k_BTKA[:, 0], v_BTKA[:, 0], table_BN, position_B, active_B
+            cache.pages[layer],
+            cache.landmarks[layer],
+            k_BTKA[:, 0],
+            v_BTKA[:, 0],
+            table_BN,
+            position_B,
+            active_B,
+            implementation=kernels,
         )
         if layer in statics.dense_layers:
-            return dense_decode(q_BTHA, cache.pages[layer], table_BN, length_B)
+            return dense_decode(q_BTHA, cache.pages[layer], table_BN, length_B, implementation=kernels)
         ids_BKM, count_B = page_select(
             q_BTHA[:, 0],
             cache.landmarks[layer],
             length_B,
             budget_B,
+            table_BN,
             page_tokens=statics.page_tokens,
             max_pages=statics.max_pages,
             reserved_first=statics.reserved_first,
             reserved_last=statics.reserved_last,
+            implementation=kernels,
         )
-        return sparse_decode(q_BTHA[:, 0], cache.pages[layer], table_BN, ids_BKM, count_B, length_B)[:, None]
+        o_BHA = sparse_decode(
+            q_BTHA[:, 0], cache.pages[layer], None, ids_BKM, count_B, length_B, implementation=kernels
+        )
+        return o_BHA[:, None]
 
     return attend
 
@@ -212,13 +229,13 @@ def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> 
     dense = causal_attend(None, statics.prefill_attention)
 
     def attend(layer: int, q_RTHA: jax.Array, k_RTKA: jax.Array, v_RTKA: jax.Array) -> jax.Array:
-        pool_KP2CA, landmark_BKNA = cache.pages[layer], cache.landmarks[layer]
-        K, P, _, _, A = pool_KP2CA.shape
-        kv_2RTKA = jnp.stack([k_RTKA, v_RTKA]).astype(pool_KP2CA.dtype)
-        kv_KRN2CA = kv_2RTKA.reshape(2, R, pages, C, K, A).transpose(4, 1, 2, 0, 3, 5)
+        pool_KPCE, landmark_BKNA = cache.pages[layer], cache.landmarks[layer]
+        K, P, _, E = pool_KPCE.shape
+        kv_RTKE = jnp.concatenate([k_RTKA, v_RTKA], axis=-1).astype(pool_KPCE.dtype)
+        kv_KRNCE = kv_RTKE.reshape(R, pages, C, K, E).transpose(3, 0, 1, 2, 4)
         target_RN = jnp.where(taken_RN, prompts.table_RN[:, :pages], P)  # out of range: dropped
-        cache.pages[layer] = pool_KP2CA.at[:, target_RN].set(kv_KRN2CA, mode='drop')
-        mean_RKNA = page_mean(kv_KRN2CA[:, :, :, 0]).swapaxes(0, 1).astype(landmark_BKNA.dtype)
+        cache.pages[layer] = pool_KPCE.at[:, target_RN].set(kv_KRNCE, mode='drop')
+        mean_RKNA = page_mean(kv_KRNCE[..., : E // 2]).swapaxes(0, 1).astype(landmark_BKNA.dtype)
         cache.landmarks[layer] = landmark_BKNA.at[prompts.slot_R, :, :pages].set(mean_RKNA, mode='drop')
         return dense(layer, q_RTHA, k_RTKA, v_RTKA)
 

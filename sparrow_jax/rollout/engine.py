@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.implementation import Implementation, choose, why_unfit
 from sparrow_jax.config import ConfigError, RolloutConfig
 from sparrow_jax.models.attention import best_implementation
 from sparrow_jax.models.decoder import logical_axes
@@ -87,7 +88,10 @@ class Engine:
         compute_dtype: dtype of cache and activations.
 
     Raises:
-        ConfigError: slots that do not split over the data shards.
+        ConfigError: slots that do not split over the data shards, kernels that do not take such a cache.
+
+    Attributes:
+        kernels, why_kernels: what runs the attention of decode steps, and the reason for it.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Engine:
         self.pool_pages = rollout.pool_pages or self.slots_per_shard * self.pages_per_sequence
         self.rows_per_shard = -(-rollout.prefill_rows // self.shards)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
+        self.kernels, self.why_kernels = self._kernels()
         self._statics = SamplerStatics(
             page_tokens=rollout.page_tokens,
             max_pages=schedule.most_pages(self.pages_per_sequence),
@@ -119,6 +124,7 @@ class Engine:
             dense_layers=frozenset(range(shape.layers) if schedule.kind == 'dense' else schedule.dense_layers),
             end_ids=tuple(end_ids),
             prefill_attention=best_implementation(compute_dtype),
+            kernels=self.kernels,
             truncate=False,
         )
         self._functions: dict[tuple, Callable] = {}
@@ -222,6 +228,21 @@ class Engine:
                 running = sum(int(count_B[slot]) for slot in pool.running)
                 on_progress(Progress(len(responses), len(requests), tokens_done + running))
         return [responses[i] for i in range(len(requests))]
+
+    def _kernels(self) -> tuple[Implementation, str]:
+        group = self.shape.query_heads // self.shape.kv_heads
+        unfit = why_unfit(self.shape.head_dim, group, self.dtype)
+        if self.mesh.shape['tensor'] > 1:
+            unfit = unfit or 'the kernels are not split over parallel.tensor'
+        asked = self.rollout.kernels
+        if asked == 'auto':
+            if unfit:
+                return Implementation.REFERENCE, unfit
+            return choose(self.mesh.devices.flat[0])
+        kernels = Implementation(asked)
+        if unfit and kernels is not Implementation.REFERENCE:
+            raise ConfigError(f'rollout.kernels={asked}: {unfit}; set it to reference or auto')
+        return kernels, 'as configured'
 
     # ------------------------------------------------------------------ compiled functions
 

@@ -8,11 +8,12 @@ from pallas_kernels import landmark_update as landmark
 from pallas_kernels import page_select as select
 from pallas_kernels import sparse_decode as sparse
 
-dense_decode = jax.jit(dense.dense_decode)
-sparse_decode = jax.jit(sparse.sparse_decode)
-landmark_update = jax.jit(landmark.landmark_update)
+dense_decode = jax.jit(dense.dense_decode, static_argnames=('implementation', 'out_dtype'))
+sparse_decode = jax.jit(sparse.sparse_decode, static_argnames=('implementation', 'out_dtype'))
+landmark_update = jax.jit(landmark.landmark_update, static_argnames='implementation')
 page_select = jax.jit(
-    select.page_select, static_argnames=('page_tokens', 'max_pages', 'reserved_first', 'reserved_last')
+    select.page_select,
+    static_argnames=('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'implementation'),
 )
 
 

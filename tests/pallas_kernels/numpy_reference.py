@@ -7,15 +7,12 @@ whole lists, pages are chosen by sorting pairs (score, page), landmarks are plai
 import numpy as np
 
 
-def cached_tokens(pages_KP2CA, table_N, kv_head, positions):
+def cached_tokens(pages_KPCE, table_N, kv_head, positions):
     """Keys and values [tokens, A] of the given positions of one sequence, float64."""
-    C = pages_KP2CA.shape[3]
-    keys, values = [], []
-    for position in positions:
-        key, value = pages_KP2CA[kv_head, table_N[position // C], :, position % C]
-        keys.append(key)
-        values.append(value)
-    return np.asarray(keys, np.float64), np.asarray(values, np.float64)
+    C, E = pages_KPCE.shape[2:]
+    tokens = [pages_KPCE[kv_head, table_N[position // C], position % C] for position in positions]
+    keys_values_SE = np.asarray(tokens, np.float64).reshape(-1, E)
+    return keys_values_SE[:, : E // 2], keys_values_SE[:, E // 2 :]
 
 
 def attend(q_A, keys_SA, values_SA):
@@ -28,28 +25,28 @@ def attend(q_A, keys_SA, values_SA):
     return weight_S @ values_SA / weight_S.sum()
 
 
-def dense_decode(q_BTHA, pages_KP2CA, table_BN, length_B):
+def dense_decode(q_BTHA, pages_KPCE, table_BN, length_B):
     B, T, H, _ = q_BTHA.shape
-    group = H // pages_KP2CA.shape[0]
+    group = H // pages_KPCE.shape[0]
     o_BTHA = np.zeros(q_BTHA.shape)
     for b in range(B):
         for t in range(T):
             seen = range(max(length_B[b] - (T - 1 - t), 0))
             for h in range(H):
-                o_BTHA[b, t, h] = attend(q_BTHA[b, t, h], *cached_tokens(pages_KP2CA, table_BN[b], h // group, seen))
+                o_BTHA[b, t, h] = attend(q_BTHA[b, t, h], *cached_tokens(pages_KPCE, table_BN[b], h // group, seen))
     return o_BTHA
 
 
-def sparse_decode(q_BHA, pages_KP2CA, table_BN, ids_BKM, count_B, length_B):
+def sparse_decode(q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B):
     B, H, _ = q_BHA.shape
-    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    K, C = pages_KPCE.shape[0], pages_KPCE.shape[2]
     o_BHA = np.zeros(q_BHA.shape)
     for b in range(B):
         for h in range(H):
             k = h // (H // K)
             chosen = ids_BKM[b, k, : count_B[b]]
             seen = [n * C + i for n in chosen for i in range(C) if n * C + i < length_B[b]]
-            o_BHA[b, h] = attend(q_BHA[b, h], *cached_tokens(pages_KP2CA, table_BN[b], k, seen))
+            o_BHA[b, h] = attend(q_BHA[b, h], *cached_tokens(pages_KPCE, table_BN[b], k, seen))
     return o_BHA
 
 
@@ -85,17 +82,18 @@ def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pa
     return ids_BKM, count_B
 
 
-def landmark_update(pages_KP2CA, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B):
+def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B):
     """New pool and landmarks; a landmark is the plain float64 mean of the stored keys."""
-    pages_KP2CA, landmark_BKNA = pages_KP2CA.copy(), landmark_BKNA.astype(np.float64)
-    K, C = pages_KP2CA.shape[0], pages_KP2CA.shape[3]
+    pages_KPCE, landmark_BKNA = pages_KPCE.copy(), landmark_BKNA.astype(np.float64)
+    K, C = pages_KPCE.shape[0], pages_KPCE.shape[2]
     for b in range(len(position_B)):
         if not write_B[b]:
             continue
         page, offset = divmod(int(position_B[b]), C)
         for k in range(K):
-            pages_KP2CA[k, table_BN[b, page], 0, offset] = k_BKA[b, k]
-            pages_KP2CA[k, table_BN[b, page], 1, offset] = v_BKA[b, k]
+            A = k_BKA.shape[-1]
+            pages_KPCE[k, table_BN[b, page], offset, :A] = k_BKA[b, k]
+            pages_KPCE[k, table_BN[b, page], offset, A:] = v_BKA[b, k]
             if offset == C - 1:
-                landmark_BKNA[b, k, page] = pages_KP2CA[k, table_BN[b, page], 0].astype(np.float64).mean(axis=0)
-    return pages_KP2CA, landmark_BKNA
+                landmark_BKNA[b, k, page] = pages_KPCE[k, table_BN[b, page], :, :A].astype(np.float64).mean(axis=0)
+    return pages_KPCE, landmark_BKNA

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels import checks
 from pallas_kernels.dense_decode import cases as dense_cases
 from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.landmark_update import cases as landmark_cases
 from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import cases as select_cases
@@ -55,14 +56,14 @@ def test_another_dtype_is_refused(op, name):
 
 @pytest.mark.parametrize(('op', 'name'), [('dense_decode', 'q_BTHA'), ('sparse_decode', 'q_BHA')])
 def test_queries_of_another_precision_than_the_pool_are_refused(op, name):
-    refuse(op, {name: OPS[op][1][name].astype(jnp.bfloat16)}, name, 'pages_KP2CA')
+    refuse(op, {name: OPS[op][1][name].astype(jnp.bfloat16)}, name, 'pages_KPCE')
 
 
 @pytest.mark.parametrize('op', ['dense_decode', 'sparse_decode', 'landmark_update'])
 @pytest.mark.parametrize('page_tokens', [4, 12, 256])
 def test_a_page_size_that_no_kernel_has_is_refused(op, page_tokens):
-    shape = OPS[op][1]['pages_KP2CA'].shape
-    refuse(op, {'pages_KP2CA': jnp.zeros((*shape[:3], page_tokens, shape[4]))}, f'{page_tokens} tokens')
+    shape = OPS[op][1]['pages_KPCE'].shape
+    refuse(op, {'pages_KPCE': jnp.zeros((*shape[:2], page_tokens, shape[3]))}, f'{page_tokens} tokens')
 
 
 def test_page_select_refuses_sizes_that_lose_reserved_pages():
@@ -84,6 +85,16 @@ def test_dense_decode_takes_1_to_256_queries():
     q_BTHA = OPS['dense_decode'][1]['q_BTHA']
     refuse('dense_decode', {'q_BTHA': q_BTHA[:, :0]}, 'q_BTHA', '0 queries')
     refuse('dense_decode', {'q_BTHA': jnp.tile(q_BTHA, (1, 257, 1, 1))}, 'q_BTHA', '257 queries')
+
+
+def test_more_pages_to_read_than_there_are_is_refused():
+    ids_BKM = OPS['sparse_decode'][1]['ids_BKM']
+    refuse('sparse_decode', {'ids_BKM': jnp.tile(ids_BKM, (1, 1, 3))}, 'ids_BKM', 'there are 12')
+
+
+@pytest.mark.parametrize('op', list(OPS))
+def test_a_kernel_that_does_not_take_the_heads_is_refused(op):
+    refuse(op, {'implementation': Implementation.MOSAIC_TPU}, 'heads of 64 or 128, not of 32')
 
 
 def test_shapes_are_bound_letter_by_letter():

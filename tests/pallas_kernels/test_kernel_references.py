@@ -57,9 +57,9 @@ def test_page_select_is_a_sort_by_score_and_page(case):
 @over(landmark_cases.CASES)
 def test_landmark_update_writes_the_token_and_the_mean_of_a_full_page(case):
     arguments = case.arguments()
-    pages_KP2CA, landmark_BKNA = map(np.asarray, jitted_operations.landmark_update(**arguments))
-    expected_KP2CA, expected_BKNA = numpy_reference.landmark_update(**as_numpy(arguments))
-    np.testing.assert_array_equal(pages_KP2CA, expected_KP2CA)
+    pages_KPCE, landmark_BKNA = map(np.asarray, jitted_operations.landmark_update(**arguments))
+    expected_KPCE, expected_BKNA = numpy_reference.landmark_update(**as_numpy(arguments))
+    np.testing.assert_array_equal(pages_KPCE, expected_KPCE)
     np.testing.assert_allclose(landmark_BKNA.astype(np.float64), expected_BKNA, **TOLERANCE[case.dtype])
 
 

@@ -21,12 +21,12 @@ def sum_in_order(keys_CA):
 
 def write_all(keys_TKA, values_TKA, dtype):
     """Writes tokens one by one into one sequence; yields pool and landmarks after each."""
-    pages_KP2CA = jnp.full((K, N + 1, 2, C, A), np.nan, dtype)
+    pages_KPCE = jnp.full((K, N + 1, C, 2 * A), np.nan, dtype)
     landmark_BKNA = jnp.full((1, K, N, A), np.nan, dtype)
     table_BN = jnp.asarray([[2, 3, 1]], jnp.int32)
     for position, (k_KA, v_KA) in enumerate(zip(keys_TKA, values_TKA, strict=True)):
-        pages_KP2CA, landmark_BKNA = landmark_update(
-            pages_KP2CA,
+        pages_KPCE, landmark_BKNA = landmark_update(
+            pages_KPCE,
             landmark_BKNA,
             jnp.asarray(k_KA)[None],
             jnp.asarray(v_KA)[None],
@@ -34,7 +34,7 @@ def write_all(keys_TKA, values_TKA, dtype):
             jnp.asarray([position], jnp.int32),
             jnp.asarray([True]),
         )
-        yield np.asarray(pages_KP2CA), np.asarray(landmark_BKNA[0])
+        yield np.asarray(pages_KPCE), np.asarray(landmark_BKNA[0])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -67,19 +67,19 @@ def test_a_landmark_is_made_when_its_page_fills_and_not_touched_again():
 def test_tokens_stand_where_the_table_says():
     rng = np.random.default_rng(2)
     keys_TKA, values_TKA = rng.standard_normal((2, C + 2, K, A)).astype(np.float32)
-    *_, (pages_KP2CA, _) = write_all(keys_TKA, values_TKA, 'float32')
-    np.testing.assert_array_equal(pages_KP2CA[:, 2, 0], keys_TKA[:C].swapaxes(0, 1))
-    np.testing.assert_array_equal(pages_KP2CA[:, 2, 1], values_TKA[:C].swapaxes(0, 1))
-    np.testing.assert_array_equal(pages_KP2CA[:, 3, 0, :2], keys_TKA[C:].swapaxes(0, 1))
-    assert np.isnan(pages_KP2CA[:, 3, :, 2:]).all()
-    assert np.isnan(pages_KP2CA[:, :2]).all()
+    *_, (pages_KPCE, _) = write_all(keys_TKA, values_TKA, 'float32')
+    np.testing.assert_array_equal(pages_KPCE[:, 2, :, :A], keys_TKA[:C].swapaxes(0, 1))
+    np.testing.assert_array_equal(pages_KPCE[:, 2, :, A:], values_TKA[:C].swapaxes(0, 1))
+    np.testing.assert_array_equal(pages_KPCE[:, 3, :2, :A], keys_TKA[C:].swapaxes(0, 1))
+    assert np.isnan(pages_KPCE[:, 3, 2:]).all()
+    assert np.isnan(pages_KPCE[:, :2]).all()
 
 
 @pytest.mark.parametrize('position', [0, C - 2, C - 1, N * C - 1, N * C])
 def test_idle_sequences_write_nothing(position):
     """Not at a page's end, and not at a position beyond the cache, where a finished sequence may stand."""
     rng = np.random.default_rng(3)
-    pages_KP2CA = jnp.asarray(rng.standard_normal((K, 2 * N, 2, C, A)), jnp.float32)
+    pages_KPCE = jnp.asarray(rng.standard_normal((K, 2 * N, C, 2 * A)), jnp.float32)
     landmark_BKNA = jnp.asarray(rng.standard_normal((2, K, N, A)), jnp.float32)
     table_BN = jnp.asarray(rng.permutation(2 * N).reshape(2, N), jnp.int32)
     token_BKA = jnp.ones((2, K, A), jnp.float32)
@@ -87,16 +87,16 @@ def test_idle_sequences_write_nothing(position):
 
     def update(write_B):
         return landmark_update(
-            pages_KP2CA, landmark_BKNA, token_BKA, token_BKA, table_BN, position_B, jnp.asarray(write_B)
+            pages_KPCE, landmark_BKNA, token_BKA, token_BKA, table_BN, position_B, jnp.asarray(write_B)
         )
 
-    after_KP2CA, after_BKNA = update([False, False])
-    np.testing.assert_array_equal(after_KP2CA, pages_KP2CA)
+    after_KPCE, after_BKNA = update([False, False])
+    np.testing.assert_array_equal(after_KPCE, pages_KPCE)
     np.testing.assert_array_equal(after_BKNA, landmark_BKNA)
     if position == N * C:
         return
-    after_KP2CA, after_BKNA = update([False, True])
-    changed_P = (np.asarray(after_KP2CA) != np.asarray(pages_KP2CA)).any(axis=(0, 2, 3, 4))
+    after_KPCE, after_BKNA = update([False, True])
+    changed_P = (np.asarray(after_KPCE) != np.asarray(pages_KPCE)).any(axis=(0, 2, 3))
     assert np.flatnonzero(changed_P).tolist() == [table_BN[1, position // C]]
     np.testing.assert_array_equal(after_BKNA[0], landmark_BKNA[0])
 

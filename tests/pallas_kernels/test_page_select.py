@@ -11,12 +11,13 @@ from pallas_kernels.random_cache import random_pool
 K, GROUP, A, C, N = 2, 2, 16, 8, 10
 
 
-def select(q_BHA, landmark_BKNA, lengths, budgets, *, max_pages=N, reserved_first=1, reserved_last=1):
+def select(q_BHA, landmark_BKNA, lengths, budgets, table_BN=None, *, max_pages=N, reserved_first=1, reserved_last=1):
     ids_BKM, count_B = jitted_operations.page_select(
         jnp.asarray(q_BHA, jnp.float32),
         jnp.asarray(landmark_BKNA, jnp.float32),
         jnp.asarray(lengths, jnp.int32),
         jnp.asarray(budgets, jnp.int32),
+        table_BN,
         page_tokens=C,
         max_pages=max_pages,
         reserved_first=reserved_first,
@@ -40,26 +41,26 @@ def select_by_score(score_N, budget, **options):
 def cache():
     """q_BHA, pages, table, landmarks of four full sequences; made by hand, without the operations under test."""
     rng = np.random.default_rng(3)
-    pages_KP2CA, table_BN = random_pool(
+    pages_KPCE, table_BN = random_pool(
         rng, kv_heads=K, head_dim=A, page_tokens=C, pages=N, lengths=[N * C] * 4, dtype='float32', free=0.0
     )
-    landmark_BKNA = pages_KP2CA[:, table_BN, 0].mean(axis=-2).swapaxes(0, 1)
+    landmark_BKNA = pages_KPCE[:, table_BN, :, :A].mean(axis=-2).swapaxes(0, 1)
     q_BHA = rng.standard_normal((4, K * GROUP, A)).astype(np.float32)
-    return q_BHA, pages_KP2CA, table_BN, landmark_BKNA
+    return q_BHA, pages_KPCE, table_BN, landmark_BKNA
 
 
 def attend_chosen(cache, lengths, budgets, **options):
-    q_BHA, pages_KP2CA, table_BN, landmark_BKNA = cache
+    q_BHA, pages_KPCE, table_BN, landmark_BKNA = cache
     ids_BKM, count_B = select(q_BHA, landmark_BKNA, lengths, budgets, **options)
     return np.asarray(
-        jitted_operations.sparse_decode(q_BHA, pages_KP2CA, table_BN, ids_BKM, count_B, jnp.asarray(lengths, jnp.int32))
+        jitted_operations.sparse_decode(q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, jnp.asarray(lengths, jnp.int32))
     )
 
 
 def attend_all(cache, lengths):
-    q_BHA, pages_KP2CA, table_BN, _ = cache
+    q_BHA, pages_KPCE, table_BN, _ = cache
     return np.asarray(
-        jitted_operations.dense_decode(q_BHA[:, None], pages_KP2CA, table_BN, jnp.asarray(lengths, jnp.int32))
+        jitted_operations.dense_decode(q_BHA[:, None], pages_KPCE, table_BN, jnp.asarray(lengths, jnp.int32))
     )[:, 0]
 
 
@@ -127,17 +128,17 @@ def test_budget_and_reserved_pages_end_where_dense_attention_ends(cache):
 
 def test_a_sink_at_position_0_is_always_read(cache):
     """One key that gets nearly all the weight, in a page whose landmark scores last."""
-    q_BHA, pages_KP2CA, table_BN, _ = cache
+    q_BHA, pages_KPCE, table_BN, _ = cache
     q_BHA = np.abs(q_BHA)  # so that a key of ones is large for every head and a key of minus ones small
-    pages_KP2CA = pages_KP2CA.copy()
+    pages_KPCE = pages_KPCE.copy()
     first_B = table_BN[:, 0]
-    pages_KP2CA[:, first_B, 0] = -20
-    pages_KP2CA[:, first_B, 0, 0] = 20
-    landmark_BKNA = pages_KP2CA[:, table_BN, 0].mean(axis=-2).swapaxes(0, 1)
-    planted = q_BHA, pages_KP2CA, table_BN, landmark_BKNA
+    pages_KPCE[:, first_B, :, :A] = -20
+    pages_KPCE[:, first_B, 0, :A] = 20
+    landmark_BKNA = pages_KPCE[:, table_BN, :, :A].mean(axis=-2).swapaxes(0, 1)
+    planted = q_BHA, pages_KPCE, table_BN, landmark_BKNA
     lengths = [N * C] * 4
     dense_BHA = attend_all(planted, lengths)
-    sink_BHA = pages_KP2CA[:, first_B, 1, 0].swapaxes(0, 1).repeat(GROUP, axis=1)
+    sink_BHA = pages_KPCE[:, first_B, 0, A:].swapaxes(0, 1).repeat(GROUP, axis=1)
     np.testing.assert_allclose(dense_BHA, sink_BHA, rtol=0, atol=1e-3)
     np.testing.assert_allclose(attend_chosen(planted, lengths, [2] * 4), dense_BHA, rtol=0, atol=1e-3)
     without_BHA = attend_chosen(planted, lengths, [2] * 4, reserved_first=0)
@@ -146,14 +147,40 @@ def test_a_sink_at_position_0_is_always_read(cache):
 
 def test_chosen_pages_carry_more_weight_than_the_others(cache):
     """Landmarks are there for this; a selection by anything unrelated to q . k would not pass."""
-    q_BHA, pages_KP2CA, table_BN, landmark_BKNA = cache
+    q_BHA, pages_KPCE, table_BN, landmark_BKNA = cache
     ids_BKM, _ = select(q_BHA, landmark_BKNA, [N * C] * 4, [3] * 4)
     inside, outside = [], []
     for b in range(4):
         for k in range(K):
-            keys_SA, _ = numpy_reference.cached_tokens(pages_KP2CA, table_BN[b], k, range(N * C))
+            keys_SA, _ = numpy_reference.cached_tokens(pages_KPCE, table_BN[b], k, range(N * C))
             score_NC = (keys_SA @ q_BHA[b].reshape(K, GROUP, A)[k].mean(axis=0)).reshape(N, C)
             chosen = set(ids_BKM[b, k].tolist()) - {0, N - 1}
             inside += [score_NC[n].mean() for n in range(1, N - 1) if n in chosen]
             outside += [score_NC[n].mean() for n in range(1, N - 1) if n not in chosen]
     assert np.mean(inside) > np.mean(outside) + 0.5
+
+
+def test_physical_ids_read_the_same_pages(cache):
+    """Through the table or past it: the same bits; entries beyond the count name page 0."""
+    q_BHA, pages_KPCE, table_BN, landmark_BKNA = cache
+    lengths, budgets = [N * C, N * C - 3, 2 * C + 1, 5], [2, 3, 1, 4]
+    logical_BKM, count_B = select(q_BHA, landmark_BKNA, lengths, budgets)
+    physical_BKM, same_count_B = select(q_BHA, landmark_BKNA, lengths, budgets, jnp.asarray(table_BN))
+    np.testing.assert_array_equal(count_B, same_count_B)
+    for b, count in enumerate(np.asarray(count_B)):
+        np.testing.assert_array_equal(physical_BKM[b, :, :count], table_BN[b][logical_BKM[b, :, :count]])
+        assert not np.asarray(physical_BKM)[b, :, count:].any()
+    length_B = jnp.asarray(lengths, jnp.int32)
+    np.testing.assert_array_equal(
+        jitted_operations.sparse_decode(q_BHA, pages_KPCE, None, physical_BKM, count_B, length_B),
+        jitted_operations.sparse_decode(q_BHA, pages_KPCE, table_BN, logical_BKM, count_B, length_B),
+    )
+
+
+def test_physical_ids_of_an_empty_sequence_give_zeros(cache):
+    q_BHA, pages_KPCE, _, _ = cache
+    ids_BKM = jnp.ones((4, K, 2), jnp.int32)
+    o_BHA = jitted_operations.sparse_decode(
+        q_BHA, pages_KPCE, None, ids_BKM, jnp.ones(4, jnp.int32), jnp.zeros(4, jnp.int32)
+    )
+    np.testing.assert_array_equal(o_BHA, 0)

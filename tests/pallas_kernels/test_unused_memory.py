@@ -25,7 +25,7 @@ def test_what_unused_memory_holds_is_never_seen(op, case):
     clean_result = jax.tree.leaves(function(**case.arguments()))
     for free in (np.nan, np.inf):
         arguments = case.arguments(free=free)
-        held = arguments['landmark_BKNA' if op == 'page_select' else 'pages_KP2CA']
+        held = arguments['landmark_BKNA' if op == 'page_select' else 'pages_KPCE']
         if op != 'page_select' or any(length < case.pages * case.page_tokens for length in case.lengths):
             assert not np.isfinite(held).all(), 'nothing is unused'
         for clean, array in zip(clean_result, jax.tree.leaves(function(**arguments)), strict=True):
@@ -50,7 +50,7 @@ def test_landmark_update_overwrites_what_was_there(case):
     clean = jitted_operations.landmark_update(**case.arguments())
     unclean = jitted_operations.landmark_update(**before)
     ends = [p % case.page_tokens == case.page_tokens - 1 for p in case.positions]
-    written = {'pages_KP2CA': any(case.write), 'landmark_BKNA': any(np.logical_and(ends, case.write))}
+    written = {'pages_KPCE': any(case.write), 'landmark_BKNA': any(np.logical_and(ends, case.write))}
     for (name, expected), a, b in zip(written.items(), map(np.asarray, clean), map(np.asarray, unclean), strict=True):
         unused, unused_before = np.isnan(b), np.isnan(np.asarray(before[name]))
         np.testing.assert_array_equal(a[~unused], b[~unused])

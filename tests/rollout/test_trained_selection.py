@@ -59,8 +59,9 @@ def log_probs(run):
 
         def attend(layer, q_1THA, k_1TKA, v_1TKA):
             K, A = k_1TKA.shape[2:]
-            pages_KP2CA = jnp.stack([k_1TKA[0], v_1TKA[0]]).reshape(2, T // C, C, K, A).transpose(3, 1, 0, 2, 4)
-            landmark_KNA = page_mean(pages_KP2CA[:, :, 0])
+            kv_TKE = jnp.concatenate([k_1TKA[0], v_1TKA[0]], axis=-1)
+            pages_KPCE = kv_TKE.reshape(T // C, C, K, 2 * A).transpose(2, 0, 1, 3)
+            landmark_KNA = page_mean(pages_KPCE[..., :A])
             dense = layer in schedule.dense_layers
             ids_TKM, count_T = page_select(
                 q_1THA[0],
@@ -80,7 +81,7 @@ def log_probs(run):
             out_TKM &= sampled_T[:, None, None] & (not dense)
             ids_TKM = jnp.where(out_TKM, T // C, ids_TKM)
             table_TN = jnp.broadcast_to(jnp.arange(T // C), (T, T // C))
-            return sparse_decode(q_1THA[0], pages_KP2CA, table_TN, ids_TKM, count_T, length_T)[None]
+            return sparse_decode(q_1THA[0], pages_KPCE, table_TN, ids_TKM, count_T, length_T)[None]
 
         return attend
 
