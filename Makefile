@@ -44,6 +44,8 @@ $(INSTALLED): setup.cfg pyproject.toml | $(BIN)/python
 
 $(INSTALLED_TEST): setup.cfg pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/libtpu \
+	  "$$($(BIN)/python scripts/libtpu_requirement.py)"
 	@touch $@ $(INSTALLED)
 
 $(BIN)/python:

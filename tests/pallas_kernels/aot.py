@@ -1,0 +1,45 @@
+"""Ahead-of-time compilers for chips that this machine does not have.
+
+TPU: the real Mosaic and XLA compilers, out of the libtpu wheel. GPU: lowering to Mosaic GPU's dialect for an H200,
+which checks layouts and memory spaces; code generation needs the CUDA plugin of jax and is left to machines that have it.
+"""
+
+import functools
+import os
+import pathlib
+import sys
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+TPU_CHIPS = {'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'tpu7x': 'tpu7x:2x2x1'}
+
+
+@functools.cache
+def tpu_device(chip: str):
+    """A device of a slice that is only described: nothing can run on it."""
+    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
+    # `make test` puts libtpu there and not among the packages: installed, JAX would look for TPUs in every process.
+    library = pathlib.Path(sys.prefix, 'libtpu', 'libtpu', 'libtpu.so')
+    if library.exists():
+        os.environ.setdefault('TPU_LIBRARY_PATH', str(library))
+    return topologies.get_topology_desc(platform='tpu', topology_name=TPU_CHIPS[chip]).devices[0]
+
+
+def compile_for_tpu(function, chip: str, *arguments):
+    """Compiles a jitted or plain function for one chip; arguments are arrays or `jax.ShapeDtypeStruct`s."""
+    device = tpu_device(chip)
+    on = SingleDeviceSharding(device)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), arguments)
+    with jax.sharding.use_abstract_mesh(jax.sharding.Mesh([device], ('x',)).abstract_mesh):
+        return jax.jit(function).lower(*shapes).compile()
+
+
+def lower_for_h200(function, *arguments):
+    """Lowers a function for an H200; arguments are arrays or `jax.ShapeDtypeStruct`s."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    chip = AbstractDevice('NVIDIA H200', 132, 'gpu')
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=chip)):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=('cuda',))
