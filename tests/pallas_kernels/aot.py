@@ -1,7 +1,7 @@
 """Ahead-of-time compilers for chips that this machine does not have.
 
 TPU: the real Mosaic and XLA compilers, out of the libtpu wheel. GPU: lowering to Mosaic GPU's dialect for an H200,
-which checks layouts and memory spaces; code generation needs the CUDA plugin of jax and is left to machines that have it.
+which checks layouts and memory spaces; code generation needs the CUDA plugin of jax.
 """
 
 import functools
