@@ -1,0 +1,79 @@
+"""The way from a kernel body to a call on a GPU, the same for every version of JAX that is supported.
+
+Versions differ in where the interpreter's settings are found and in which kernels may write to their operands;
+whatever else they differ in belongs here too.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+try:
+    InterpretGPUParams = plgpu.InterpretGPUParams  # type: ignore[attr-defined]
+except AttributeError:  # before 0.11 it has no public name
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+# Layouts are inferred for a warpgroup as a whole; the default, one lane's view, knows fewer of them.
+_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    out_type: Any = (),
+    grid: Sequence[int],
+    grid_names: Sequence[str],
+    scratch_types: Sequence[Any] | Mapping[str, Any] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    compiler_params: plgpu.CompilerParams = _PARAMS,
+    name: str,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """`plgpu.kernel`, whose operands may also be references (`mutable`), written in place.
+
+    Args:
+        body: called with a reference to each operand, output and scratch, in this order; scratch by name when
+            `scratch_types` is a mapping.
+        out_type: tree of `jax.ShapeDtypeStruct`.
+        grid, grid_names: thread blocks, and the names by which `lax.axis_index` tells them apart.
+        scratch_types: `plgpu.SMEM`, `plgpu.Barrier` and the like.
+        num_threads, thread_name: warpgroups of a block, where there is more than one.
+        name: of the kernel in profiles.
+        interpret: on the CPU, by JAX's interpreter of GPU kernels.
+
+    Returns:
+        A function of the operands; its result has the structure of `out_type`.
+    """
+    mesh = plgpu.Mesh(
+        grid=tuple(grid),
+        grid_names=tuple(grid_names),
+        num_threads=num_threads,
+        thread_name=thread_name,
+        kernel_name=name,
+    )
+    positional, named = ((), scratch_types) if isinstance(scratch_types, Mapping) else (scratch_types, {})
+
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), *positional, collective_axes=thread_name or (), **named)
+
+    return pl.kernel(
+        scoped,
+        out_type,
+        mesh=mesh,
+        compiler_params=compiler_params,
+        interpret=InterpretGPUParams() if interpret else False,
+        name=name,
+    )
+
+
+def mutable(array: jax.Array) -> Any:
+    """A reference to the array for a kernel to write in place; `jax.freeze` gives the array back.
+
+    Nothing is copied where the array is donated or not needed any more.
+    """
+    return jax.new_ref(array, memory_space=plgpu.GMEM)
