@@ -1,10 +1,12 @@
 """The way from a kernel body to a call on a GPU, the same for every version of JAX that is supported.
 
-Versions differ in where the interpreter's settings are found and in which kernels may write to their operands;
-whatever else they differ in belongs here too.
+Versions differ in where the interpreter's settings are found, in what it knows, and in which kernels may write to
+their operands; whatever else they differ in belongs here too.
 """
 
+import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ try:
     InterpretGPUParams = plgpu.InterpretGPUParams  # type: ignore[attr-defined]
 except AttributeError:  # before 0.11 it has no public name
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+_interpreting = contextvars.ContextVar('_interpreting', default=False)
+_LOADS_TAKE_INDICES = inspect.signature(plgpu.load).parameters['idx'].default is inspect.Parameter.empty  # before 0.11
 
 # Layouts are inferred for a warpgroup as a whole; the default, one lane's view, knows fewer of them.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -59,7 +64,11 @@ def kernel(
     positional, named = ((), scratch_types) if isinstance(scratch_types, Mapping) else (scratch_types, {})
 
     def scoped(*refs: Any) -> None:
-        pl.run_scoped(functools.partial(body, *refs), *positional, collective_axes=thread_name or (), **named)
+        before = _interpreting.set(interpret)
+        try:
+            pl.run_scoped(functools.partial(body, *refs), *positional, collective_axes=thread_name or (), **named)
+        finally:
+            _interpreting.reset(before)
 
     return pl.kernel(
         scoped,
@@ -77,3 +86,22 @@ def mutable(array: jax.Array) -> Any:
     Nothing is copied where the array is donated or not needed any more.
     """
     return jax.new_ref(array, memory_space=plgpu.GMEM)
+
+
+def interpreting() -> bool:
+    """Whether the kernel body that is being traced is for the interpreter: it knows neither layouts nor lanes."""
+    return _interpreting.get()
+
+
+def layout_cast(array: jax.Array, layout: Any) -> jax.Array:
+    """`plgpu.layout_cast`; the array itself for the interpreter."""
+    return array if interpreting() else plgpu.layout_cast(array, layout)
+
+
+def load(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Array:
+    """What a reference points at, in the given layout: `plgpu.load`, where reading by index is not enough."""
+    if interpreting():
+        return ref[...]
+    if _LOADS_TAKE_INDICES:
+        return plgpu.load(ref, ..., layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)
