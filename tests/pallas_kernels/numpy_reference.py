@@ -97,3 +97,34 @@ def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_
             if offset == C - 1:
                 landmark_BKNA[b, k, page] = pages_KPCE[k, table_BN[b, page], :, :A].astype(np.float64).mean(axis=0)
     return pages_KPCE, landmark_BKNA
+
+
+def prefill_pages(q_BTHA, k_BTKA, length_B, budget_BT, *, page_tokens, reserved_first, reserved_last):
+    """bool [B, K, T, N]: the pages that each query read when its token was the newest one."""
+    B, T, H, _ = q_BTHA.shape
+    K, C, N = k_BTKA.shape[2], page_tokens, -(-k_BTKA.shape[1] // page_tokens)
+    read_BKTN = np.zeros((B, K, T, N), bool)
+    for b in range(B):
+        for k in range(K):
+            full = [k_BTKA[b, n * C : (n + 1) * C, k].astype(np.float64).mean(axis=0) for n in range(length_B[b] // C)]
+            landmark_NA = [mean_A.astype(np.float32).astype(k_BTKA.dtype) for mean_A in full]
+            for t in range(length_B[b]):
+                q_GA = q_BTHA[b, t].reshape(K, H // K, -1)[k]
+                budget = int(budget_BT[b, t])
+                read = select_pages(q_GA, landmark_NA, t + 1, budget, C, N, reserved_first, reserved_last)
+                read_BKTN[b, k, t, read] = True
+    return read_BKTN
+
+
+def prefill_attention(q_BTHA, k_BTKA, v_BTKA, read_BKTN, page_tokens):
+    """Attention of each query over the tokens, up to its own, of the pages that it reads."""
+    B, T, H, _ = q_BTHA.shape
+    group = H // k_BTKA.shape[2]
+    k_BTKA, v_BTKA = k_BTKA.astype(np.float64), v_BTKA.astype(np.float64)
+    o_BTHA = np.zeros(q_BTHA.shape)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                seen = [s for s in range(t + 1) if read_BKTN[b, h // group, t, s // page_tokens]]
+                o_BTHA[b, t, h] = attend(q_BTHA[b, t, h], k_BTKA[b, seen, h // group], v_BTKA[b, seen, h // group])
+    return o_BTHA

@@ -14,12 +14,15 @@ from pallas_kernels.page_select import cases as select_cases
 from pallas_kernels.page_select import page_select
 from pallas_kernels.sparse_decode import cases as sparse_cases
 from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_prefill import cases as prefill_cases
+from pallas_kernels.sparse_prefill import sparse_prefill
 
 OPS = {
     'dense_decode': (dense_decode, dense_cases.CASES[0].arguments()),
     'sparse_decode': (sparse_decode, sparse_cases.CASES[0].arguments()),
     'page_select': (page_select, select_cases.CASES[0].arguments()),
     'landmark_update': (landmark_update, landmark_cases.CASES[0].arguments()),
+    'sparse_prefill': (sparse_prefill, prefill_cases.CASES[0].arguments()),
 }
 ARRAYS = [
     (op, name) for op, (_, arguments) in OPS.items() for name, value in arguments.items() if not isinstance(value, int)
