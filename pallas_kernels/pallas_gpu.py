@@ -15,15 +15,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 try:
-    InterpretGPUParams = plgpu.InterpretGPUParams  # type: ignore[attr-defined]
-except AttributeError:  # before 0.11 it has no public name
+    _INTERPRETER = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
+except AttributeError:  # before 0.11
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    # A bulk copy may start within an array and end beyond it; that interpreter would call it an error.
+    _INTERPRETER = InterpretGPUParams(out_of_bounds_reads='uninitialized')
 
 _interpreting = contextvars.ContextVar('_interpreting', default=False)
 _LOADS_TAKE_INDICES = inspect.signature(plgpu.load).parameters['idx'].default is inspect.Parameter.empty  # before 0.11
 
 # Layouts are inferred for a warpgroup as a whole; the default, one lane's view, knows fewer of them.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+# Before 0.11 layout inference finds no way to write an array transposed into shared memory of plain rows.
+_PLAIN_ROWS = tuple(int(part) for part in jax.__version__.split('.')[:2]) >= (0, 11)
+
+
+def row_memory(rows: int, columns: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory that an array is stored to transposed, and single rows are copied from to global memory."""
+    if _PLAIN_ROWS:
+        return plgpu.SMEM((rows, columns), dtype)
+    transforms = (plgpu.TilingTransform((1, 128 // jax.numpy.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
 def kernel(
@@ -75,7 +89,7 @@ def kernel(
         out_type,
         mesh=mesh,
         compiler_params=compiler_params,
-        interpret=InterpretGPUParams() if interpret else False,
+        interpret=_INTERPRETER if interpret else False,
         name=name,
     )
 
