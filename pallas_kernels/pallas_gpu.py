@@ -8,7 +8,7 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -28,12 +28,13 @@ _LOADS_TAKE_INDICES = inspect.signature(plgpu.load).parameters['idx'].default is
 # Layouts are inferred for a warpgroup as a whole; the default, one lane's view, knows fewer of them.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
-# Before 0.11 layout inference finds no way to write an array transposed into shared memory of plain rows.
-_PLAIN_ROWS = tuple(int(part) for part in jax.__version__.split('.')[:2]) >= (0, 11)
+_SINCE_0_11 = tuple(int(part) for part in jax.__version__.split('.')[:2]) >= (0, 11)
+_PLAIN_ROWS = _SINCE_0_11  # layouts are found for an array written transposed into shared memory of plain rows
+_INTERPRETS_TRANSPOSES = _SINCE_0_11  # the interpreter multiplies transposed references
 
 
 def row_memory(rows: int, columns: int, dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory that an array is stored to transposed, and single rows are copied from to global memory."""
+    """Shared memory that is read and written transposed by the warpgroup and row by row by copies."""
     if _PLAIN_ROWS:
         return plgpu.SMEM((rows, columns), dtype)
     transforms = (plgpu.TilingTransform((1, 128 // jax.numpy.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
@@ -118,4 +119,49 @@ def load(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Array:
         return ref[...]
     if _LOADS_TAKE_INDICES:
         return plgpu.load(ref, ..., layout=layout, optimized=optimized)
-    return plgpu.load(ref, layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
+
+
+def load_transposed(ref: Any, *, layout: Any) -> jax.Array:
+    """The transpose of a matrix in memory."""
+    if interpreting():
+        return ref[...].T
+    return load(ref.T, layout=layout, optimized=False)
+
+
+def store_transposed(ref: Any, array: jax.Array) -> None:
+    """Writes the transpose of a matrix into memory."""
+    if interpreting():
+        ref[...] = array.T
+    else:
+        ref.T[...] = layout_cast(array, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+class Operand(NamedTuple):
+    """A factor of a matrix product: a bfloat16 matrix in shared memory, or its transpose."""
+
+    ref: Any
+    transposed: bool = False
+
+
+def product(shape: tuple[int, int], factors: Sequence[tuple[Operand, Operand]]) -> jax.Array:
+    """Sum of the products of pairs of matrices, in float32, by the warpgroup at hand."""
+    if interpreting() and not _INTERPRETS_TRANSPOSES:
+        value = lambda x: (x.ref[...].T if x.transposed else x.ref[...]).astype(jax.numpy.float32)
+        parts = [jax.numpy.matmul(value(left), value(right), precision='highest') for left, right in factors]
+        return functools.reduce(jax.numpy.add, parts)
+    given = lambda x: x.ref.T if x.transposed else x.ref
+
+    def multiply(sum_ref: Any) -> jax.Array:
+        for left, right in factors:
+            plgpu.wgmma(sum_ref, given(left), given(right))
+        return sum_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jax.numpy.float32))
+
+
+def iota(shape: tuple[int, ...], dimension: int, *, layout: Any) -> jax.Array:
+    """int32 indices along a dimension, in the given layout."""
+    if interpreting():
+        return jax.lax.broadcasted_iota(jax.numpy.int32, shape, dimension)
+    return plgpu.broadcasted_iota(jax.numpy.int32, shape, dimension, layout=layout)

@@ -1,0 +1,109 @@
+"""sparse_decode and dense_decode on Hopper: interpreted here, lowered for an H200, and run there (`-m gpu`)."""
+
+import jax
+import jax.numpy as jnp
+import jitted_operations
+import numpy as np
+import pytest
+from aot import lower_for_h200
+from jitted_operations import over
+
+from pallas_kernels.dense_decode import cases as dense_cases
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.implementation import Implementation, why_unfit
+from pallas_kernels.sparse_decode import cases as sparse_cases
+from pallas_kernels.sparse_decode import sparse_decode
+
+GPU, INTERPRETED = Implementation.MOSAIC_GPU, Implementation.MOSAIC_GPU_INTERPRETED
+OPS = {'sparse_decode': sparse_cases, 'dense_decode': dense_cases}
+FITTING = [
+    pytest.param(op, case, id=f'{op}-{case.name}')
+    for op, module in OPS.items()
+    for case in module.CASES
+    if why_unfit(case.head_dim, case.group, case.dtype) is None
+]
+# Before 0.11 the interpreter takes up to half a minute a case: one of each kind then.
+FEW = {('sparse_decode', 'bf16_g8_a64_c32'), ('dense_decode', 'bf16_g8_a64_c32'), ('dense_decode', 'g5_a64_c16')}
+INTERPRETED_CASES = [
+    param for param in FITTING if jax.__version_info__ >= (0, 11) or (param.values[0], param.values[1].name) in FEW
+]
+
+
+def check(op, case, implementation):
+    """Against float32 attention over the same cache; memory without tokens holds NaN."""
+    function = getattr(jitted_operations, op)
+    exact = {
+        name: value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
+        for name, value in case.arguments().items()
+    }
+    expected = np.asarray(function(**exact), np.float64)
+    for out_dtype, largest, rms in (('float32', 2e-3, 2e-3), (case.dtype, 5e-3, 5e-3)):
+        if case.dtype == 'float32':
+            largest, rms = 1e-5, 1e-5
+        o = function(**case.arguments(free=np.nan), implementation=implementation, out_dtype=out_dtype)
+        assert o.dtype == jnp.dtype(out_dtype)
+        error = (np.asarray(o, np.float64) - expected) / np.abs(expected).max()
+        assert np.abs(error).max() < largest
+        assert np.sqrt((error**2).mean()) < rms
+        if implementation is INTERPRETED:
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('op', 'case'), INTERPRETED_CASES)
+def test_interpreted(op, case):
+    check(op, case, INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(('op', 'case'), FITTING)
+def test_on_a_gpu(op, case):
+    check(op, case, GPU)
+
+
+SHAPES = [(2, 128, 16, 256), (4, 128, 16, 64), (5, 128, 8, 512), (8, 128, 32, 64), (1, 64, 64, 32), (3, 64, 128, 16)]
+
+
+@pytest.mark.parametrize(('group', 'head_dim', 'page_tokens', 'most_pages'), SHAPES)
+def test_sparse_decode_lowers_for_an_h200(group, head_dim, page_tokens, most_pages):
+    B, K, A, C, M = 32, 8, head_dim, page_tokens, most_pages
+    arguments = (
+        jax.ShapeDtypeStruct((B, K * group, A), jnp.bfloat16),
+        jax.ShapeDtypeStruct((K, 4096, C, 2 * A), jnp.bfloat16),
+        jax.ShapeDtypeStruct((B, K, M), jnp.int32),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+    )
+
+    def call(q_BHA, pages_KPCE, ids_BKM, count_B, length_B):
+        return sparse_decode(q_BHA, pages_KPCE, None, ids_BKM, count_B, length_B, implementation=GPU)
+
+    assert 'mosaic_gpu' in lower_for_h200(call, *arguments).as_text()
+
+
+@pytest.mark.parametrize(('queries', 'group'), [(1, 2), (7, 5), (256, 4)])
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+def test_dense_decode_lowers_for_an_h200(queries, group, dtype):
+    B, T, K, A, C, N = 8, queries, 8, 128, 16, 1024
+    arguments = (
+        jax.ShapeDtypeStruct((B, T, K * group, A), dtype),
+        jax.ShapeDtypeStruct((K, 4096, C, 2 * A), dtype),
+        jax.ShapeDtypeStruct((B, N), jnp.int32),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+    )
+    call = lambda *arrays: dense_decode(*arrays, implementation=GPU)
+    assert 'mosaic_gpu' in lower_for_h200(call, *arguments).as_text()
+
+
+@pytest.mark.gpu
+@over(sparse_cases.CASES)
+def test_entries_beyond_the_count_are_never_looked_up_on_a_gpu(case):
+    if why_unfit(case.head_dim, case.group, case.dtype):
+        pytest.skip('no kernel takes heads of 32')
+    arguments = case.arguments(free=np.nan)
+    clean = jitted_operations.sparse_decode(**arguments, implementation=GPU)
+    unused_BKM = np.arange(case.most_pages) >= np.asarray(case.counts)[:, None, None]
+    for junk in (-5, case.pages + 1000):
+        ids_BKM = jnp.asarray(np.where(unused_BKM, junk, arguments['ids_BKM']), jnp.int32)
+        other = jitted_operations.sparse_decode(**arguments | {'ids_BKM': ids_BKM}, implementation=GPU)
+        np.testing.assert_array_equal(other, clean)
