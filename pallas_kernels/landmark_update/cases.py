@@ -69,4 +69,8 @@ CASES = (
     Case('a64_c32', 1, 64, 32, 2, (31, 63, 40), (True, True, False), 'float32'),
     Case('bf16_a128_c8', 2, 128, 8, 5, (7, 39, 16, 0, 23), _ALL, 'bfloat16'),
     Case('bf16_a64_c16', 2, 64, 16, 3, (15, 31, 47), (True, False, True), 'bfloat16'),
+    Case('a64_c128', 1, 64, 128, 2, (127, 255, 100), _ALL[:3], 'float32'),
+    Case('a128_c16_n8', 2, 128, 16, 8, (127, 95, 31, 64), (True, True, False, True), 'float32'),
+    Case('bf16_a128_c64_n8', 3, 128, 64, 8, (511, 63, 200), _ALL[:3], 'bfloat16'),
+    Case('bf16_a64_c8_n40', 2, 64, 8, 40, (319, 255, 63, 7, 100), (True, True, True, False, True), 'bfloat16'),
 )

@@ -59,6 +59,7 @@ class Case:
         }
 
 
+_HUGE = (1 << 31) - 1
 CASES = (
     Case('small', 2, 2, 32, 8, 12, 6, 1, 1, (1, 8, 9, 64, 93), (4, 4, 4, 4, 2), 'float32', False),
     Case('small_ties', 2, 2, 32, 8, 12, 6, 1, 1, (1, 8, 9, 64, 93), (4, 4, 4, 4, 2), 'float32', True),
@@ -71,4 +72,7 @@ CASES = (
     Case('reserved_fill_the_cache', 1, 2, 32, 8, 3, 3, 2, 2, (24, 17, 8), (0, 1, 5), 'float32', True),
     Case('bf16_g2_a128_c16', 2, 2, 128, 16, 20, 8, 1, 2, (320, 141, 16), (5, 3, 1), 'bfloat16', False),
     Case('bf16_g8_a64_c32_ties', 1, 8, 64, 32, 16, 7, 1, 1, (512, 500), (5, 2), 'bfloat16', True),
+    Case('bf16_whole_chunks', 8, 2, 128, 16, 256, 24, 1, 2, (4096, 4095, 2000), (21, 0, 5), 'bfloat16', False),
+    Case('chunks_and_a_rest_ties', 3, 2, 64, 8, 300, 40, 1, 2, (2400, 2393, 1, 2048), (20, 5, 3, 0), 'bfloat16', True),
+    Case('huge_budget', 1, 4, 128, 16, 290, 64, 1, 2, (4640, 4097, 100), (61, 20, _HUGE), 'float32', False),
 )

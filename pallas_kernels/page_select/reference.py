@@ -20,7 +20,8 @@ def page_select(
     score_BKN = jnp.where((reserved_BN & exists_BN)[:, None], jnp.inf, score_BKN)
     score_BKN = jnp.where(exists_BN[:, None], score_BKN, -jnp.inf)
 
-    count_B = jnp.minimum(pages_B, budget_B + reserved_first + reserved_last)
+    most_B = jnp.minimum(budget_B, max_pages) + reserved_first + reserved_last  # so that no budget overflows
+    count_B = jnp.minimum(pages_B, most_B)
     count_B = jnp.minimum(count_B, max_pages)
     ids_BKM = lax.top_k(score_BKN, max_pages)[1]  # equal scores: the lower page first
     chosen_M = jnp.arange(max_pages) < count_B[:, None, None]

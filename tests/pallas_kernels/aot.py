@@ -28,13 +28,13 @@ def tpu_device(chip: str):
     return topologies.get_topology_desc(platform='tpu', topology_name=TPU_CHIPS[chip]).devices[0]
 
 
-def compile_for_tpu(function, chip: str, *arguments):
+def compile_for_tpu(function, chip: str, *arguments, donate_argnums=()):
     """Compiles a jitted or plain function for one chip; arguments are arrays or `jax.ShapeDtypeStruct`s."""
     device = tpu_device(chip)
     on = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), arguments)
     with jax.sharding.use_abstract_mesh(jax.sharding.Mesh([device], ('x',)).abstract_mesh):
-        return jax.jit(function).lower(*shapes).compile()
+        return jax.jit(function, donate_argnums=donate_argnums).lower(*shapes).compile()
 
 
 def lower_for_h200(function, *arguments):
