@@ -19,7 +19,8 @@ _WARPS, _LANES = 4, 32
 _AT_ONCE = 42  # a third of a page of 128 tokens, all of a page of up to 32
 
 
-@functools.partial(jax.jit, static_argnames='interpret', inline=True)  # there are no references outside of jit
+# There are no references outside of jit, and inside of it the layers of a model share one lowering.
+@functools.partial(jax.jit, static_argnames='interpret', inline=True)
 def landmark_update(
     pages_KPCE: jax.Array,
     landmark_BKNA: jax.Array,

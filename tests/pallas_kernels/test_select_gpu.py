@@ -1,0 +1,238 @@
+"""page_select for GPUs against its definition: interpreted, lowered for an H200, and on a GPU where there is one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_reference
+import pytest
+from aot import lower_for_h200
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jitted_operations import over, page_select
+
+from pallas_kernels.implementation import HEAD_DIMS, Implementation
+from pallas_kernels.page_select import kernel_gpu, lanes_gpu
+from pallas_kernels.page_select.cases import CASES
+from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
+from pallas_kernels.pallas_gpu import kernel, layout_cast
+
+FITTING = [case for case in CASES if case.head_dim in HEAD_DIMS]
+QUICK = ('g4_a128_c16', 'g5_a64_c16_ties', 'bf16_g8_a64_c32_ties', 'huge_budget')
+
+
+def random_table(case, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.permutation(len(case.lengths) * case.pages).reshape(-1, case.pages) + 1, jnp.int32)
+
+
+def assert_same_choice(arguments, implementation, table_BN=None):
+    expected = page_select(**arguments, table_BN=table_BN)
+    actual = page_select(**arguments, table_BN=table_BN, implementation=implementation)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@over([case for case in FITTING if case.name in QUICK])
+def test_interpreted_kernel_chooses_the_same_pages(case):
+    assert_same_choice(case.arguments(free=np.nan), Implementation.MOSAIC_GPU_INTERPRETED)
+
+
+@pytest.mark.slow
+@over([case for case in FITTING if case.name not in QUICK])
+def test_interpreted_kernel_chooses_the_same_pages_in_more_cases(case):
+    table_BN = random_table(case)
+    assert_same_choice(case.arguments(free=np.nan), Implementation.MOSAIC_GPU_INTERPRETED, table_BN)
+
+
+@pytest.fixture(scope='module')
+def small_blocks():
+    """The kernel with chunks so small that there are several, at sizes that are compiled once."""
+    return functools.partial(
+        kernel_gpu.page_select,
+        page_tokens=8,
+        max_pages=150,
+        reserved_first=1,
+        reserved_last=2,
+        interpret=True,
+        blocks=HopperBlocks(warpgroups=1, held_bytes=1, chunk_pages=128),
+    )
+
+
+def random_choice(seed, *, ties):
+    """Arguments of `small_blocks` for sequences of random lengths and budgets, and what NumPy chooses."""
+    rng = np.random.default_rng(seed)
+    B, K, N, A, C = 2, 1, 200, 64, 8
+    length_B = rng.integers(1, N * C + 1, B)
+    budget_B = rng.integers(0, N if seed % 2 else 20, B)
+    q_BHA = rng.integers(-1, 2, (B, 2 * K, A)) * 2.0
+    landmark_BKNA = rng.integers(-1, 2, (B, K, N, A)) * (rng.random((B, K, N, A)) < 0.02) if ties else None
+    if landmark_BKNA is None:  # whole numbers, so that every score is exact, and hardly any two are the same
+        landmark_BKNA = rng.integers(-128, 129, (B, K, N, A))
+    chosen_BKM, count_B = numpy_reference.page_select(
+        q_BHA,
+        landmark_BKNA,
+        length_B,
+        budget_B,
+        page_tokens=C,
+        max_pages=150,
+        reserved_first=1,
+        reserved_last=2,
+    )
+    unfilled_BN = (np.arange(N) + 1) * C > length_B[:, None]
+    landmark_BKNA = np.where(unfilled_BN[:, None, :, None], np.nan, landmark_BKNA)
+    table_BN = rng.permutation(B * N).reshape(B, N) + 1
+    arguments = (
+        jnp.asarray(q_BHA, jnp.bfloat16),
+        jnp.asarray(landmark_BKNA, jnp.bfloat16),
+        jnp.asarray(length_B, jnp.int32),
+        jnp.asarray(budget_B, jnp.int32),
+        jnp.asarray(table_BN, jnp.int32),
+    )
+    physical_BKM = np.take_along_axis(np.pad(table_BN, ((0, 0), (0, 1)))[:, None], chosen_BKM, axis=2)
+    return arguments, physical_BKM, count_B
+
+
+@pytest.mark.parametrize('ties', [False, True], ids=['no_ties', 'ties'])
+@pytest.mark.parametrize('seed', range(4))
+def test_random_choices_are_those_of_numpy(small_blocks, seed, ties):
+    """Several chunks of scores, fewer pages than places for ids, physical ids, landmarks of NaN where none is made."""
+    arguments, ids_BKM, count_B = random_choice(seed, ties=ties)
+    actual_BKM, actual_B = small_blocks(*arguments)
+    np.testing.assert_array_equal(actual_BKM, ids_BKM)
+    np.testing.assert_array_equal(actual_B, count_B)
+
+
+@pytest.mark.slow
+def test_warpgroups_share_the_tiles(small_blocks):
+    arguments, ids_BKM, count_B = random_choice(1, ties=True)
+    blocks = HopperBlocks(warpgroups=2, held_bytes=1, chunk_pages=256)
+    actual_BKM, actual_B = small_blocks(*(array[:1] for array in arguments), blocks=blocks)
+    np.testing.assert_array_equal(actual_BKM, ids_BKM[:1])
+    np.testing.assert_array_equal(actual_B, count_B[:1])
+
+
+def test_zero_and_minus_zero_are_equal_scores():
+    score_N = jnp.asarray([0.0, -0.0, 1e-30, -1e-30, np.inf, -np.inf, 2.0, -2.0], jnp.float32)
+    order_N = kernel_gpu._ordered(score_N)
+    assert order_N[0] == order_N[1]
+    np.testing.assert_array_equal(np.argsort(order_N, stable=True), [5, 7, 3, 0, 1, 2, 6, 4])
+
+
+def sized(sequences, kv_heads, group, head_dim, pages, dtype='bfloat16'):
+    B, K, N, A = sequences, kv_heads, pages, head_dim
+    shape = jax.ShapeDtypeStruct
+    return (
+        shape((B, K * group, A), jnp.bfloat16),
+        shape((B, K, N, A), dtype),
+        shape((B,), jnp.int32),
+        shape((B,), jnp.int32),
+        shape((B, N), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'max_pages'),
+    [
+        ((32, 8, 2, 128, 1024), 259),
+        ((16, 8, 4, 128, 4096), 512),
+        ((64, 4, 8, 64, 500), 67),
+        ((16, 8, 2, 128, 2048, 'float32'), 259),
+    ],
+    ids=str,
+)
+def test_production_sizes_lower_for_an_h200(sizes, max_pages):
+    options = {'page_tokens': 16, 'max_pages': max_pages, 'reserved_first': 1, 'reserved_last': 2, 'interpret': False}
+    lowered = lower_for_h200(functools.partial(kernel_gpu.page_select, **options), *sized(*sizes))
+    assert lowered.as_text().count('@mosaic_gpu') == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('physical', [False, True], ids=['logical', 'physical'])
+@over(FITTING)
+def test_kernel_chooses_the_same_pages(case, physical):
+    arguments = case.arguments(free=np.nan)
+    assert_same_choice(arguments, Implementation.MOSAIC_GPU, random_table(case) if physical else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('ties', [False, True], ids=['no_ties', 'ties'])
+@pytest.mark.parametrize('seed', range(20))
+@pytest.mark.parametrize(
+    'blocks',
+    [HOPPER, HopperBlocks(warpgroups=1, held_bytes=1, chunk_pages=128), HopperBlocks(4, 96 << 10, 256)],
+    ids=str,
+)
+def test_random_choices_on_a_gpu_are_those_of_numpy(small_blocks, blocks, seed, ties):
+    arguments, ids_BKM, count_B = random_choice(seed, ties=ties)
+    actual_BKM, actual_B = small_blocks(*arguments, interpret=False, blocks=blocks)
+    np.testing.assert_array_equal(actual_BKM, ids_BKM)
+    np.testing.assert_array_equal(actual_B, count_B)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('head_dim', [64, 128])
+@pytest.mark.parametrize(('sequences', 'pages'), [(32, 1024), (16, 4096), (64, 509)])
+def test_production_choices_are_the_best_up_to_rounding(sequences, pages, head_dim):
+    """A page left out scores no more than the worst page chosen, but for float32 rounding; twice the same choice."""
+    rng = np.random.default_rng(pages)
+    B, K, G, N, A, C, M = sequences, 8, 2, pages, head_dim, 16, 128
+    q_BHA = jnp.asarray(rng.standard_normal((B, K * G, A)), jnp.bfloat16)
+    landmark_BKNA = jnp.asarray(rng.standard_normal((B, K, N, A)), jnp.bfloat16)
+    length_B = jnp.asarray(rng.integers(1, N * C + 1, B), jnp.int32)
+    budget_B = jnp.full(B, 100, jnp.int32)
+    options = {'page_tokens': C, 'max_pages': M, 'reserved_first': 1, 'reserved_last': 2}
+    select = functools.partial(page_select, implementation=Implementation.MOSAIC_GPU, **options)
+    ids_BKM, count_B = map(np.asarray, select(q_BHA, landmark_BKNA, length_B, budget_B))
+    np.testing.assert_array_equal(ids_BKM, select(q_BHA, landmark_BKNA, length_B, budget_B)[0])
+    mean_BKA = np.asarray(q_BHA, np.float64).reshape(B, K, G, A).mean(axis=2)
+    score_BKN = np.einsum('bka,bkna->bkn', mean_BKA, np.asarray(landmark_BKNA, np.float64))
+    for b in range(B):
+        existing = -(-int(length_B[b]) // C)
+        assert count_B[b] == min(existing, 103)
+        for k in range(K):
+            chosen = ids_BKM[b, k, : count_B[b]]
+            assert (np.diff(chosen) > 0).all()
+            assert (ids_BKM[b, k, count_B[b] :] == N).all()
+            reserved = [0, *range(max(existing - 2, 0), existing)]
+            assert np.isin(reserved, chosen).all()
+            left = np.setdiff1d(np.arange(existing), chosen)
+            others = np.setdiff1d(chosen, reserved)
+            if len(left) and len(others):
+                assert score_BKN[b, k, left].max() <= score_BKN[b, k, others].min() + 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('size', [128, 256, 1024])
+def test_lanes_do_what_the_interpreted_forms_say(size):
+    """Counts, ranks, reads and writes by index: on the GPU and in JAX."""
+    rng = np.random.default_rng(size)
+    flag_N = jnp.asarray(rng.integers(0, 2, size), jnp.int32)
+    index_N = jnp.asarray(rng.permutation(2 * size)[:size], jnp.int32)
+    source_S = jnp.asarray(rng.integers(-9, 9, 2 * size), jnp.int32)
+    out = jax.ShapeDtypeStruct((size,), jnp.int32)
+
+    def body(flag_ref, index_ref, source_ref, before_ref, taken_ref, put_ref, sums_ref, words_ref):
+        spread = lanes_gpu.by_warp(size)
+        flag_N, index_N = (layout_cast(ref[...], spread) for ref in (flag_ref, index_ref))
+        (before_N, reversed_N), sums = lanes_gpu.count_before([flag_N, 1 - flag_N], words_ref.at[0])
+        sums_ref[0], sums_ref[1] = sums
+        (sums_ref[2],) = lanes_gpu.total([index_N], words_ref.at[1])
+        before_ref[...] = before_N - 1000 * reversed_N
+        taken_ref[...] = lanes_gpu.take(source_ref, index_N)
+        put_ref[...] = jnp.zeros_like(before_N)
+        lanes_gpu.put(put_ref, index_N, before_N)
+
+    call = functools.partial(
+        kernel,
+        body,
+        out_type=(out, out, out, jax.ShapeDtypeStruct((3,), jnp.int32)),
+        grid=(1,),
+        grid_names=('b',),
+        scratch_types=(plgpu.SMEM((2, 2, lanes_gpu.WARPS), jnp.int32),),
+        name='lanes',
+    )
+    operands = flag_N, index_N, source_S
+    for a, b in zip(jax.jit(call(interpret=False))(*operands), jax.jit(call(interpret=True))(*operands), strict=True):
+        np.testing.assert_array_equal(a, b)
