@@ -28,12 +28,13 @@ class Blocks:
 
 # Found with scripts/tpu_kernel_account.py, that is by counting the compiler's instructions, not by running; see
 # docs/kernels_tpu.md. Tiles: instructions a token fall by a tenth from 512 to 1,024 tokens and hardly any more after.
-# Held: a core reads at most 1.7 TB/s; with 2 us between a copy's start and its end, 3 MB under way keep it busy, which
-# 8 tiles of 512 KB (bfloat16, heads of 128) allow for.
+# Rows: instructions a row fall by a quarter from 128 to 256, though more is spilled. Held: a core reads at most 1.7
+# TB/s; with 2 us between a copy's start and its end, 3.4 MB under way keep it busy, which 8 tiles of 512 KB (bfloat16,
+# heads of 128) allow for.
 _CHIP = Blocks(
     tile_tokens=1024,
     tiles_held=8,
-    block_rows=128,
+    block_rows=256,
     program_units=8,
     program_rows=2048,
     list_bytes=512 << 10,

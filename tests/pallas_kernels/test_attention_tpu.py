@@ -5,6 +5,7 @@ The interpreter makes copies as late as it may, fills memory with NaN and looks 
 
 import functools
 
+import aot
 import jax
 import jax.numpy as jnp
 import jitted_operations
@@ -15,12 +16,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import paged_flash_tpu, tuning_tpu
 from pallas_kernels.dense_decode import cases as dense_cases
+from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.implementation import HEAD_DIMS, Implementation
 from pallas_kernels.sparse_decode import cases as sparse_cases
 from pallas_kernels.sparse_decode import kernel_tpu as sparse_tpu
+from pallas_kernels.sparse_decode import sparse_decode
 
+# A case takes two seconds, nearly all of them to compile; these repeat what others of their operation show.
+REPETITIONS = {
+    'sparse_decode': {'mha_a64', 'g8_a128_c32', 'bf16_g2_a128_c16', 'bf16_g8_a64_c32'},
+    'dense_decode': {'g4_a128_c16', 'g5_a64_c16', 'bf16_g2_a128_c16', 'bf16_g5_a128_c64'},
+}
 CASES = [
-    pytest.param(op, case, id=f'{op}-{case.name}')
+    pytest.param(op, case, id=f'{op}-{case.name}', marks=[pytest.mark.verify] if case.name in REPETITIONS[op] else [])
     for op, module in {'dense_decode': dense_cases, 'sparse_decode': sparse_cases}.items()
     for case in module.CASES
     if case.head_dim in HEAD_DIMS
@@ -78,34 +86,27 @@ def physical(case, free=np.nan, junk=0):
     return {**arguments, 'table_BN': None}
 
 
-def test_physical_ids_and_junk_beyond_the_count():
+def test_physical_ids_with_junk_beyond_the_count_and_nothing_to_read():
     case = SPARSE['g5_a64_c16_all_pages']
     o = run('sparse_decode', physical(case))
     expected = np.asarray(jitted_operations.sparse_decode(**physical(case)))
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     for junk in (-7, 1 << 30):
         np.testing.assert_array_equal(run('sparse_decode', physical(case, junk=junk)), o)
+    none = {'count_B': np.asarray([0, 1, 6], np.int32), 'length_B': np.asarray([111, 0, 90], np.int32)}
+    none_read = run('sparse_decode', physical(case) | none)
+    assert not none_read[:2].any()
+    np.testing.assert_array_equal(none_read[2], o[2])
 
 
-def test_nothing_read_gives_zeros():
-    case = SPARSE['g4_a128_c16']
-    arguments = physical(case)
-    arguments['count_B'] = np.asarray([0, 2, 1], np.int32)
-    arguments['length_B'] = np.asarray([100, 0, 3], np.int32)
-    o_BHA = run('sparse_decode', arguments)
-    assert not o_BHA[:2].any()
-    assert np.abs(o_BHA[2]).min() > 0
-
-
-@pytest.mark.parametrize('cores', [1, 2])
-def test_results_do_not_depend_on_tiles_programs_and_cores(cores):
-    """One page a tile and two buffers, which every copy has to wait for; and programs of one KV head each."""
+def test_results_do_not_depend_on_tiles_programs_and_cores():
+    """One page a tile and two buffers, so that every copy is waited for; programs of one KV head, on two cores."""
     case = SPARSE['bf16_g5_a128_c8']
     arguments = case.arguments(free=np.nan)
     blocks = tuning_tpu.Blocks(
         **{**vars(tuning_tpu.INTERPRETED), 'tile_tokens': 8, 'tiles_held': 2, 'program_units': 1}
     )
-    launch = paged_flash_tpu.Launch(blocks, cores, interpret=True)
+    launch = paged_flash_tpu.Launch(blocks, cores=2, interpret=True)
     function = functools.partial(sparse_tpu.sparse_decode, out_dtype=jnp.float32, interpret=True, launch=launch)
     o_BHA = interpreted(jax.jit(function), **arguments)
     np.testing.assert_allclose(o_BHA, run('sparse_decode', arguments), rtol=0, atol=2e-3)
@@ -137,3 +138,67 @@ class NeverWaited:
 
     def wait(self):
         pass
+
+
+def compile_for(chip, op, *, queries=1, sequences=32, kv_heads=8, group, head_dim, page_tokens, pages, pool, dtype):
+    """Through the public function, from shapes alone; of sparse_decode, with physical ids."""
+    shape = jax.ShapeDtypeStruct
+    heads = kv_heads * group
+    pool_KPCE = shape((kv_heads, pool, page_tokens, 2 * head_dim), dtype)
+    per_sequence_B = shape((sequences,), jnp.int32)
+    options = {'implementation': Implementation.MOSAIC_TPU}
+    if op == 'dense_decode':
+        function = functools.partial(dense_decode, **options)
+        q_BTHA = shape((sequences, queries, heads, head_dim), dtype)
+        return aot.compile_for_tpu(
+            function, chip, q_BTHA, pool_KPCE, shape((sequences, pages), jnp.int32), per_sequence_B
+        )
+    function = lambda q, pool, ids, count, length: sparse_decode(q, pool, None, ids, count, length, **options)
+    ids_BKM = shape((sequences, kv_heads, pages), jnp.int32)
+    q_BHA = shape((sequences, heads, head_dim), dtype)
+    return aot.compile_for_tpu(function, chip, q_BHA, pool_KPCE, ids_BKM, per_sequence_B, per_sequence_B)
+
+
+def production(op, group, head_dim, page_tokens, pages, **others):
+    return {
+        'op': op,
+        'group': group,
+        'head_dim': head_dim,
+        'page_tokens': page_tokens,
+        'pages': pages,
+        'pool': 32768,
+        'dtype': 'bfloat16',
+    } | others
+
+
+@pytest.mark.parametrize(
+    ('chip', 'sizes'),
+    [
+        ('v5e', production('dense_decode', 4, 128, 16, 4096)),
+        ('v5p', production('sparse_decode', 5, 128, 8, 256)),
+        ('v6e', production('sparse_decode', 2, 64, 64, 1024, sequences=256)),
+        ('tpu7x', production('dense_decode', 2, 128, 64, 2048, queries=64)),
+    ],
+)
+def test_real_compilers_take_production_sizes(chip, sizes):
+    assert compile_for(chip, **sizes)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize('chip', aot.TPU_CHIPS)
+@pytest.mark.parametrize(
+    'sizes',
+    [
+        production('sparse_decode', 2, 128, 16, 256),
+        production('sparse_decode', 4, 64, 8, 1024, sequences=256),
+        production('sparse_decode', 1, 128, 128, 256, pool=8192),
+        production('sparse_decode', 8, 128, 32, 64, dtype='float32', pool=8192),
+        production('sparse_decode', 5, 64, 16, 64, dtype='float32', kv_heads=3, sequences=17),
+        production('dense_decode', 5, 128, 8, 2048),
+        production('dense_decode', 5, 64, 8, 2048, queries=33, dtype='float32', pool=16384),
+        production('dense_decode', 8, 128, 16, 2048, queries=256),
+    ],
+    ids=lambda sizes: '-'.join(map(str, sizes.values())),
+)
+def test_real_compilers_take_other_sizes(chip, sizes):
+    assert compile_for(chip, **sizes)

@@ -73,7 +73,7 @@ def test_case_names_are_distinct(module):
 def test_cases_cover_groups_head_sizes_page_sizes_and_dtypes(module):
     assert {case.group for case in module.CASES} == {1, 2, 4, 5, 8}
     assert {case.head_dim for case in module.CASES} == {32, 64, 128}
-    assert {case.page_tokens for case in module.CASES} == {8, 16, 32}
+    assert {case.page_tokens for case in module.CASES} >= {8, 16, 32}
     assert {case.dtype for case in module.CASES} == {'float32', 'bfloat16'}
     assert any(length % case.page_tokens for case in module.CASES for length in case.lengths)
 
