@@ -1,0 +1,285 @@
+"""Times every operation on the accelerator at hand, beside the memory bound and beside what else there is.
+
+    python -m pallas_kernels.bench [--op=sparse_decode,page_select] [--grid=full|short] [--out=bench.json] [--no-peers]
+
+Device time: the calls of one shape stand in one jitted graph, each with inputs of its own so that none finds them in
+the cache, and the graph is run many times without waiting in between; the median of five such runs counts. The read
+bandwidth of the machine is measured in the same run, by a reduction over 8 GB; every time stands beside bytes over
+4.3 TB/s, the ceiling that attention reads reach on an H200, and as a share of that measured bandwidth. Peers
+(FlashInfer, torch) are measured by `pallas_kernels.peers` in a process of their own, where they are installed.
+`--rehearse` runs small shapes with the JAX definitions on any machine: it checks the program and says nothing about
+speed.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.landmark_update import landmark_update
+from pallas_kernels.page_select import page_select
+from pallas_kernels.shapes import GRIDS, OPS, RESERVED_FIRST, RESERVED_LAST, Shape
+from pallas_kernels.sparse_decode import sparse_decode
+
+CEILING = 4.3e12  # bytes a second that attention reads reach on an H200
+LEAST_BANDWIDTH = 4.2e12  # a run that measures less on an H200 is not valid
+ROTATED_BYTES = 256 << 20  # several times the second-level cache of an H200
+MOST_SETS = 16
+LEAST_SECONDS = 0.05  # of one timed run
+DTYPE = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A shape with its inputs.
+
+    A run of the graph calls `function(*fixed, *each)` once for each of the sets, or `steps` times
+    `function(step, *fixed, *state)`, whose result is the next state; `bytes_read` is that of one call.
+    """
+
+    shape: Shape
+    function: Callable[..., Any]
+    fixed: tuple[Any, ...]
+    sets: list[tuple[Any, ...]]
+    bytes_read: int
+    state: tuple[Any, ...] = ()
+    steps: int = 0
+    compiled: Any = None
+
+    @property
+    def calls(self) -> int:
+        return self.steps or len(self.sets)
+
+    def compile(self) -> 'Prepared':
+        def graph(fixed, sets, state):
+            results = [self.function(*fixed, *each) for each in sets]
+            for step in range(self.steps):
+                state = self.function(step, *fixed, *state)
+            return results, state
+
+        lowered = jax.jit(graph, donate_argnums=2).lower(self.fixed, self.sets, self.state)
+        return dataclasses.replace(self, compiled=lowered.compile())
+
+    def seconds(self) -> float:
+        """Of one call."""
+        state = self.state
+
+        def run(times: int) -> float:
+            nonlocal state
+            began = time.perf_counter()
+            for _ in range(times):
+                results, state = self.compiled(self.fixed, self.sets, state)
+            jax.block_until_ready((results, state))
+            return (time.perf_counter() - began) / times
+
+        run(1)
+        repeats = max(int(LEAST_SECONDS / max(run(1), 1e-6)), 3)
+        return statistics.median(run(repeats) for _ in range(5)) / self.calls
+
+
+def read_bandwidth(gigabytes: float) -> float:
+    """Bytes a second of a reduction that only reads."""
+    x = jnp.ones(int(gigabytes * 1e9) // 4, jnp.int32)
+    whole = Prepared(GRIDS['rehearsal'][0], jnp.sum, (), [(x,)], x.nbytes)
+    return x.nbytes / whole.compile().seconds()
+
+
+_normal = jax.jit(lambda key, size: jax.random.normal(key, size, DTYPE), static_argnums=1)
+
+
+class Inputs:
+    """Random inputs of shapes that share a cache, made on the device."""
+
+    def __init__(self, shape: Shape, seed: int = 0):
+        self.shape = shape
+        self.rng = np.random.default_rng(seed)
+        self.key = jax.random.key(seed)
+        B, K, N, C, A = shape.sequences, shape.kv_heads, shape.pages, shape.page_tokens, shape.head_dim
+        self.pages_KPCE = self.normal((K, B * N, C, 2 * A))
+        self.table_BN = self.rng.permutation(B * N).reshape(B, N).astype(np.int32)
+        self.length_B = jnp.full(B, shape.cached_tokens, jnp.int32)
+
+    def normal(self, size: tuple[int, ...]) -> jax.Array:
+        self.key, key = jax.random.split(self.key)
+        return _normal(key, size)
+
+    def queries(self, shape: Shape, *middle: int) -> jax.Array:
+        return self.normal((shape.sequences, *middle, shape.kv_heads * shape.group, shape.head_dim))
+
+    def chosen(self, shape: Shape) -> jax.Array:
+        """Physical ids of random pages in logical order, the newest among them, for each KV head."""
+        B, K, M = shape.sequences, shape.kv_heads, shape.read_pages
+        logical = np.argsort(self.rng.random((B, K, shape.pages - 1)), axis=-1)[..., : M - 1]
+        logical = np.concatenate([np.sort(logical, axis=-1), np.full((B, K, 1), shape.pages - 1)], axis=-1)
+        return jnp.asarray(np.take_along_axis(self.table_BN[:, None], logical, axis=2), jnp.int32)
+
+
+def prepare(shape: Shape, inputs: Inputs, implementation: Implementation, most_calls: int = MOST_SETS) -> Prepared:
+    """The inputs of a shape, over a cache that may serve other shapes. most_calls: in one graph."""
+    B, K, A = shape.sequences, shape.kv_heads, shape.head_dim
+    pages, table, length = inputs.pages_KPCE, jnp.asarray(inputs.table_BN), inputs.length_B
+    page_bytes = pages.nbytes // (K * pages.shape[1])
+
+    def sets(make: Callable[[], tuple[Any, ...]], bytes_read: int) -> list[tuple[Any, ...]]:
+        return [make() for _ in range(min(max(-(-ROTATED_BYTES // bytes_read), 4), most_calls))]
+
+    if shape.op == 'sparse_decode':
+        count = jnp.full(B, shape.read_pages, jnp.int32)
+        read = B * K * shape.read_pages * page_bytes
+
+        def attend(pages, count, length, q, ids):
+            return sparse_decode(q, pages, None, ids, count, length, implementation=implementation)
+
+        each = sets(lambda: (inputs.queries(shape), inputs.chosen(shape)), read)
+        return Prepared(shape, attend, (pages, count, length), each, read)
+    if shape.op == 'dense_decode':
+
+        def attend_all(pages, table, length, q):
+            return dense_decode(q, pages, table, length, implementation=implementation)
+
+        read = B * K * shape.pages * page_bytes
+        each = sets(lambda: (inputs.queries(shape, shape.queries),), read)
+        return Prepared(shape, attend_all, (pages, table, length), each, read)
+    if shape.op == 'page_select':
+        budget = jnp.full(B, shape.read_pages - RESERVED_FIRST - RESERVED_LAST, jnp.int32)
+
+        def choose_pages(table, length, budget, q, landmarks):
+            return page_select(
+                q,
+                landmarks,
+                length,
+                budget,
+                table,
+                page_tokens=shape.page_tokens,
+                max_pages=shape.read_pages,
+                reserved_first=RESERVED_FIRST,
+                reserved_last=RESERVED_LAST,
+                implementation=implementation,
+            )
+
+        read = B * K * shape.pages * A * 2
+        each = sets(lambda: (inputs.queries(shape), inputs.normal((B, K, shape.pages, A))), read)
+        return Prepared(shape, choose_pages, (table, length, budget), each, read)
+    assert shape.op == 'landmark_update'
+
+    def write(step, table, position, write, k, v, pages, landmarks):
+        return landmark_update(pages, landmarks, k, v, table, position - step, write, implementation=implementation)
+
+    token = lambda: inputs.normal((B, K, A))
+    fixed = (table, length - 1, jnp.ones(B, bool), token(), token())
+    state = (inputs.normal(pages.shape), inputs.normal((B, K, shape.pages, A)))
+    return Prepared(shape, write, fixed, [], B * K * page_bytes, state, steps=min(shape.page_tokens, most_calls))
+
+
+def measure(prepared: Prepared, bandwidth: float) -> dict[str, Any]:
+    """One row of the table."""
+    seconds = prepared.seconds()
+    rate = prepared.bytes_read / seconds
+    return {
+        **dataclasses.asdict(prepared.shape),
+        'us': seconds * 1e6,
+        'bytes': prepared.bytes_read,
+        'limit_us': prepared.bytes_read / CEILING * 1e6,
+        'tb_s': rate / 1e12,
+        'share_of_read_bandwidth': rate / bandwidth,
+    }
+
+
+def by_cache(shapes: Sequence[Shape]) -> Iterator[list[Shape]]:
+    """Groups of shapes that share a cache, in the order given."""
+    groups: dict[tuple, list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault((shape.sequences, shape.cached_tokens, shape.page_tokens), []).append(shape)
+    yield from groups.values()
+
+
+def run_peers(shapes: Sequence[Shape]) -> dict[str, dict[str, float]]:
+    """Microseconds of each peer by shape, measured in another process before this one takes the device's memory."""
+    asked = json.dumps([dataclasses.asdict(shape) for shape in shapes])
+    done = subprocess.run(
+        [sys.executable, '-m', 'pallas_kernels.peers'], input=asked, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ['no message'])[-1]
+        print(f'peers: not measured ({reason})')
+        return {}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show(row: dict[str, Any], peer: dict[str, float]) -> str:
+    what = Shape(**{field.name: row[field.name] for field in dataclasses.fields(Shape)}).title
+    beside = '  '.join(f'{name} {us:.1f} us ({us / row["us"]:.2f}x)' for name, us in peer.items())
+    return (
+        f'{what:<58} {row["us"]:>9.1f} us  limit {row["limit_us"]:>8.1f}  {row["tb_s"]:.2f} TB/s '
+        f'({row["share_of_read_bandwidth"]:.2f})  {beside}'
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog='python -m pallas_kernels.bench', description=__doc__.splitlines()[0])
+    parser.add_argument('--op', default=','.join(OPS), help='operations, separated by commas')
+    parser.add_argument('--grid', default='full', choices=sorted(GRIDS), help='which shapes')
+    parser.add_argument('--out', type=Path, help='a JSON file for the figures')
+    parser.add_argument('--no-peers', action='store_true', help='leave out FlashInfer and torch')
+    parser.add_argument('--rehearse', action='store_true', help='small shapes, JAX definitions, any machine')
+    options = parser.parse_args(argv)
+    ops = options.op.split(',')
+    if unknown := sorted(set(ops) - set(OPS)):
+        parser.error(f'--op={options.op}: no operation {unknown[0]}; there are {", ".join(OPS)}')
+    shapes = [shape for shape in GRIDS['rehearsal' if options.rehearse else options.grid] if shape.op in ops]
+
+    peers = {} if options.no_peers or options.rehearse else run_peers(shapes)
+    device = jax.devices()[0]
+    implementation, why = choose(device)
+    if options.rehearse:
+        implementation, why = Implementation.REFERENCE, 'a rehearsal'
+    elif implementation is Implementation.REFERENCE:
+        print(f'error: {why}; --rehearse runs the JAX definitions on small shapes', file=sys.stderr)
+        return 1
+    bandwidth = read_bandwidth(0.01 if options.rehearse else 8)
+    valid = bandwidth >= LEAST_BANDWIDTH or 'H200' not in device.device_kind
+    print(f'{device.device_kind}, jax {jax.__version__}, {implementation} ({why})')
+    print(f'read bandwidth {bandwidth / 1e12:.2f} TB/s{"" if valid else ": too low, this run is NOT VALID"}')
+
+    rows = []
+    for group in by_cache(shapes):
+        inputs = Inputs(group[0])
+        prepared = [prepare(shape, inputs, implementation, 2 if options.rehearse else MOST_SETS) for shape in group]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiled = list(pool.map(Prepared.compile, prepared))
+        for each in compiled:
+            row = measure(each, bandwidth)
+            row['peers_us'] = peers.get(each.shape.title, {})
+            rows.append(row)
+            print(show(row, row['peers_us']), flush=True)
+        del inputs, prepared, compiled
+    if options.out:
+        facts = {
+            'device': device.device_kind,
+            'jax': jax.__version__,
+            'implementation': implementation.value,
+            'read_bandwidth_tb_s': bandwidth / 1e12,
+            'valid': valid,
+            'command': ' '.join(sys.argv),
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({**facts, 'rows': rows}, indent=1) + '\n')
+        print(f'written to {options.out}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

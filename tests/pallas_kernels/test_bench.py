@@ -1,0 +1,57 @@
+"""The bench itself: rehearsed on this machine, with the JAX definitions and small shapes."""
+
+import json
+
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.shapes import GRIDS, OPS
+
+
+def test_a_rehearsal_measures_every_operation_and_writes_what_it_shows(tmp_path, capsys):
+    out = tmp_path / 'new' / 'bench.json'
+    assert bench.main(['--rehearse', f'--out={out}']) == 0
+    written = json.loads(out.read_text())
+    assert written['implementation'] == 'reference'
+    assert {row['op'] for row in written['rows']} == set(OPS)
+    shown = capsys.readouterr().out
+    for row in written['rows']:
+        assert row['us'] > 0
+        assert row['limit_us'] == pytest.approx(row['bytes'] / bench.CEILING * 1e6)
+    for shape in GRIDS['rehearsal']:
+        assert shape.title in shown
+
+
+def test_bytes_are_those_that_have_to_be_read():
+    """2 sequences, 8 heads of 128, 2 bytes: 6 pages of 16 tokens, 16 pages, 16 landmarks."""
+    inputs = bench.Inputs(GRIDS['rehearsal'][0])
+    read = {
+        shape.op: bench.prepare(shape, inputs, bench.Implementation.REFERENCE, most_calls=1).bytes_read
+        for shape in GRIDS['rehearsal']
+        if shape.page_tokens == 16
+    }
+    page = 16 * 2 * 128 * 2
+    assert read == {
+        'sparse_decode': 2 * 8 * 6 * page,
+        'dense_decode': 2 * 8 * 16 * page,
+        'page_select': 2 * 8 * 16 * 128 * 2,
+        'landmark_update': 2 * 8 * page,
+    }
+
+
+def test_a_machine_without_kernels_is_told_so(capsys):
+    if bench.choose(bench.jax.devices()[0])[0].platform:
+        pytest.skip('this machine has kernels')
+    assert bench.main(['--no-peers']) == 1
+    assert '--rehearse' in capsys.readouterr().err
+
+
+def test_an_unknown_operation_is_named(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(['--op=sparse_decode,flash'])
+    assert 'no operation flash' in capsys.readouterr().err
+
+
+def test_titles_tell_shapes_apart():
+    for grid in GRIDS.values():
+        assert len({shape.title for shape in grid}) == len(grid)
