@@ -6,6 +6,7 @@ The last line of the output is one JSON object, {title of the shape: {peer: micr
 graphs over rotated inputs, as `bench` does. Neither package is needed for anything else.
 """
 
+import functools
 import json
 import statistics
 import sys
@@ -87,7 +88,7 @@ def flashinfer_us(torch, flashinfer, shape: Shape, caches: Caches) -> float:
             kv_data_type=torch.bfloat16,
         )
         q = torch.randn(BK, shape.group, shape.head_dim, device='cuda', dtype=torch.bfloat16)
-        calls.append(lambda wrapper=wrapper, q=q: wrapper.run(q, (caches.keys, caches.values)))
+        calls.append(functools.partial(wrapper.run, q, (caches.keys, caches.values)))
     return graph_us(torch, calls * (1 if len(calls) > 1 else SETS))
 
 
