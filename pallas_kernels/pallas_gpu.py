@@ -108,6 +108,11 @@ def interpreting() -> bool:
     return _interpreting.get()
 
 
+def in_every_warp(size: int) -> Any:
+    """The layout of a vector that every warp holds whole: for vectors of fewer numbers than a warpgroup has threads."""
+    return plgpu.Layout.TILED(plgpu.Tiling(((size,), (size // 32,))), (plgpu.Replicated(4),), (-2,), -1)
+
+
 def layout_cast(array: jax.Array, layout: Any) -> jax.Array:
     """`plgpu.layout_cast`; the array itself for the interpreter."""
     return array if interpreting() else plgpu.layout_cast(array, layout)

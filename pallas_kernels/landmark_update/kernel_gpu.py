@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pallas_gpu import kernel, load, mutable
+from pallas_kernels.pallas_gpu import in_every_warp, kernel, load, mutable
 
-_WARPS, _LANES = 4, 32
 _AT_ONCE = 42  # a third of a page of 128 tokens, all of a page of up to 32
 
 
@@ -37,8 +35,7 @@ def landmark_update(
     B, K, _, A = landmark_BKNA.shape
     # Keys between the first and the new one that are read together.
     at_once = max(keys for keys in range(1, _AT_ONCE + 1) if (C - 2) % keys == 0)
-    # A head of 64 is less than a warpgroup has threads: every warp holds the whole of it.
-    layout = plgpu.Layout.TILED(plgpu.Tiling(((A,), (A // _LANES,))), (plgpu.Replicated(_WARPS),), (-2,), -1)
+    layout = in_every_warp(A)
 
     def body(k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, pages_ref: Any, landmark_ref: Any) -> None:
         b, head = lax.axis_index('b'), lax.axis_index('k')

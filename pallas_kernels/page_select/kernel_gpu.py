@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.page_select import lanes_gpu as lanes
 from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
-from pallas_kernels.pallas_gpu import kernel, layout_cast, load
+from pallas_kernels.pallas_gpu import in_every_warp, kernel, layout_cast, load
 
 _STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'interpret', 'blocks')
 _RESERVED = jnp.iinfo(jnp.int32).max
@@ -61,7 +61,7 @@ def page_select(
         landmark_BKNA = jnp.pad(landmark_BKNA, ((0, 0), (0, 0), (0, -N % _SWIZZLE_ROWS), (0, 0)))
 
     def body(q_ref: Any, landmark_ref: Any, length_ref: Any, budget_ref: Any, *refs: Any) -> None:
-        table_ref, (ids_ref, count_ref, tiles_ref, key_ref, words_ref, arrived, scored) = (
+        table_ref, (ids_ref, count_ref, tiles_ref, query_ref, key_ref, words_ref, arrived, scored) = (
             (refs[0], refs[1:]) if table_BN is not None else (None, refs)
         )
         b, k, warpgroup = lax.axis_index('b'), lax.axis_index('k'), lax.axis_index('warpgroup')
@@ -85,7 +85,7 @@ def page_select(
         steps = jnp.maximum(lax.div(tiles + (warpgroups - 1) - warpgroup, warpgroups), 1)
         for step in range(1, stages):
             pl.when(step < steps)(functools.partial(read, jnp.int32(step)))
-        q_RA = _mean_query(q_ref, b, k * group, group)
+        q_RA = _mean_query(q_ref.at[b, pl.ds(k * group, group)], query_ref.at[warpgroup])
         used_chunks: Any = 1  # known beforehand where all keys are one chunk
         written_chunks: Any = 1
         if chunks > 1:
@@ -152,6 +152,7 @@ def page_select(
                     plgpu.SwizzleTransform(_SWIZZLE_BYTES),
                 ),
             ),
+            plgpu.SMEM((warpgroups, A), jnp.float32),
             plgpu.SMEM((chunks * chunk,), jnp.int32),
             plgpu.SMEM((4, (1 << _ROUND_BITS) - 1, lanes.WARPS), jnp.int32),
             plgpu.Barrier(num_barriers=warpgroups * stages),
@@ -163,15 +164,13 @@ def page_select(
     return ids_BKM, count_B
 
 
-def _mean_query(q_ref: Any, b: jax.Array, first: jax.Array, group: int) -> jax.Array:
-    """The mean of `group` heads in float32, once for every row of a tile."""
-    (A,) = q_ref.shape[2:]
-    layout = plgpu.Layout.WGMMA.reduce(0)
-    total_A = jnp.zeros(A, jnp.float32)
-    for head in range(group):
-        q_A = load(q_ref.at[b, first + head], layout=layout, optimized=False)
-        total_A = total_A + q_A.astype(jnp.float32)
-    return lax.broadcast_in_dim(total_A / group, (_TILE_PAGES, A), (1,))
+def _mean_query(q_ref: Any, mean_ref: Any) -> jax.Array:
+    """The mean of the group's heads in float32, once for every row of a tile; `mean_ref` is where lanes exchange it."""
+    group, A = q_ref.shape
+    heads = [load(q_ref.at[head], layout=in_every_warp(A), optimized=False) for head in range(group)]
+    mean_ref[...] = sum((q_A.astype(jnp.float32) for q_A in heads[1:]), start=heads[0].astype(jnp.float32)) / group
+    mean_A = layout_cast(mean_ref[...], plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(mean_A, (_TILE_PAGES, A), (1,))
 
 
 def _ordered(score_N: jax.Array) -> jax.Array:
