@@ -44,8 +44,9 @@ class _Refs(NamedTuple):
 
     Where tiles are cut off, `landmark_BKNA` holds the means of the core's sequences instead: [share, K, A].
 
-    Per sequence in flight there is the token's tile, the page and the landmarks' tile, for all KV heads, with one
-    semaphore for what is read and one for what is written.
+    Per sequence in flight there is the token's tile, the page and the landmarks' tile, for all KV heads. Each of the
+    three has a semaphore for what is read: semaphores count bytes, so that one for all could say that the page is there
+    when the two others are. What is written is waited for together.
     """
 
     physical_B: Any
@@ -115,7 +116,7 @@ def landmark_update(
                 pltpu.VMEM((buffers, K, SUBLANES, E), pages_KPCE.dtype),
                 pltpu.VMEM((buffers, K, C, E), pages_KPCE.dtype),
                 pltpu.VMEM((buffers, K, SUBLANES, A), landmark_BKNA.dtype),
-                pltpu.SemaphoreType.DMA((buffers,)),
+                pltpu.SemaphoreType.DMA((buffers, 3)),
                 pltpu.SemaphoreType.DMA((buffers,)),
             ],
         ),
@@ -168,15 +169,16 @@ class _Sequence:
         self.page, self.offset = refs.position_B[b] // sizes.page_tokens, refs.position_B[b] % sizes.page_tokens
         self.fills = self.writes & (self.offset == sizes.page_tokens - 1)
         page_KCE = refs.pages_KPCE.at[:, refs.physical_B[b]]
-        self.token_tile = page_KCE.at[:, _aligned(self.offset)], refs.tiles.at[self.buffer]
-        self.full_page = page_KCE, refs.full.at[self.buffer]
+        read = [refs.read.at[self.buffer, i] for i in range(3)]
+        self.token_tile = page_KCE.at[:, _aligned(self.offset)], refs.tiles.at[self.buffer], read[0]
+        self.full_page = page_KCE, refs.full.at[self.buffer], read[1]
         if sizes.whole_tiles:
-            self.mark_tile = refs.landmark_BKNA.at[b, :, _aligned(self.page)], refs.marks.at[self.buffer]
+            self.mark_tile = refs.landmark_BKNA.at[b, :, _aligned(self.page)], refs.marks.at[self.buffer], read[2]
 
-    def _incoming(self, memory, chip):
-        return pltpu.make_async_copy(memory, chip, self.refs.read.at[self.buffer])
+    def _incoming(self, memory, chip, read):
+        return pltpu.make_async_copy(memory, chip, read)
 
-    def _outgoing(self, memory, chip):
+    def _outgoing(self, memory, chip, _):
         return pltpu.make_async_copy(chip, memory, self.refs.written.at[self.buffer])
 
     def read(self) -> None:

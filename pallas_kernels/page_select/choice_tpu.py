@@ -71,19 +71,30 @@ def distances(key_RN, threshold_RL, count_RL) -> jax.Array:
     return jnp.concatenate(moves, axis=1)
 
 
-def move_left(away_RN: jax.Array, *others_RN: jax.Array) -> tuple[jax.Array, ...]:
-    """Moves every number of `away`, and what stands there in the others, left by itself.
+def move_left(away_RN: jax.Array) -> jax.Array:
+    """Moves every number left by itself; what stands at place j afterwards, plus j, is where it came from.
 
     The distances of chosen pages grow to the right, by at most 1 a page less than the pages do; so, from the lowest
     bit up, none of them gets in another's way, and what is not chosen, with distance 0, never moves.
     """
     width = away_RN.shape[1]
-    arrays = [away_RN, *others_RN]
     for bit in range((width - 1).bit_length()):
         step = 1 << bit
-        arriving = [pltpu.roll(x, width - step, 1) for x in arrays]
-        arrives = (arriving[0] & step) != 0
-        leaves = (arrays[0] & step) != 0
-        stays = [jnp.where(leaves, 0, arrays[0]), *arrays[1:]]
-        arrays = [jnp.where(arrives, new, old) for new, old in zip(arriving, stays, strict=True)]
-    return tuple(arrays)
+        leaving_RN = jnp.where((away_RN & step) != 0, away_RN, 0)
+        away_RN = (away_RN ^ leaving_RN) | pltpu.roll(leaving_RN, width - step, 1)
+    return away_RN
+
+
+def look_up(table_RN: jax.Array, places_RM: jax.Array) -> jax.Array:
+    """table[r, places[r, m]] for places within the table; both have whole registers. Registers look up within one."""
+    columns = []
+    for start in range(0, places_RM.shape[1], LANES):
+        place_RL = places_RM[:, start : start + LANES]
+        block_RL, lane_RL = place_RL // LANES, place_RL & (LANES - 1)
+        found_RL = jnp.zeros(lane_RL.shape, table_RN.dtype)
+        for block in range(table_RN.shape[1] // LANES):
+            entries_RL = table_RN[:, block * LANES : (block + 1) * LANES]
+            entries_RL = jnp.take_along_axis(entries_RL, lane_RL, axis=1, mode='promise_in_bounds')
+            found_RL = jnp.where(block_RL == block, entries_RL, found_RL)
+        columns.append(found_RL)
+    return jnp.concatenate(columns, axis=1)

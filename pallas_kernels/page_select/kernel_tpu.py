@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.page_select.choice_tpu import ALWAYS, NEVER, distances, move_left, order, thresholds
+from pallas_kernels.page_select.choice_tpu import ALWAYS, NEVER, distances, look_up, move_left, order, thresholds
 from pallas_kernels.page_select.tuning import TPU, Blocks
 from pallas_kernels.pallas_tpu import LANES, SUBLANES, device_cores, interpreter
 
@@ -33,6 +33,7 @@ class _Sizes:
     Attributes:
         sequences, heads, pages, head_dim: B, K, N and A.
         most: M.
+        unused: what fills the ids beyond the count: N, or 0, which is a place in the table, where ids are looked up.
         first, last: reserved pages.
         group: sequences of a program, whose thresholds are searched together.
         steps: programs of one core, one after the other.
@@ -45,6 +46,7 @@ class _Sizes:
     pages: int
     head_dim: int
     most: int
+    unused: int
     first: int
     last: int
     group: int
@@ -127,6 +129,7 @@ def page_select(
         pages=N,
         head_dim=A,
         most=max_pages,
+        unused=N if table_BN is None else 0,
         first=reserved_first,
         last=reserved_last,
         group=group,
@@ -258,19 +261,17 @@ def _choose(sizes: _Sizes, width: int, start, scratch: _Scratch, table_BN, ids_r
         own_rows = pl.ds(pl.multiple_of(tile * SUBLANES, SUBLANES), SUBLANES)
         count_RL = scratch.counts[own_rows]
         away_RN = distances(scratch.keys[own_rows, :width], scratch.thresholds[own_rows], count_RL)
-        place_RN = lax.broadcasted_iota(jnp.int32, away_RN.shape, 1)
-        if table_BN is None:
-            (away_RN,) = move_left(away_RN)
-            ids_RN, unused = place_RN + away_RN, sizes.pages
-        else:
-            ids_RN = _table_rows(sizes, width, table_BN, start + tile * SUBLANES // sizes.padded_heads)
-            _, ids_RN = move_left(away_RN, ids_RN)
-            unused = 0
-        ids_RN = jnp.where(place_RN < jnp.tile(count_RL, (1, width // LANES)), ids_RN, unused)
+        wide = min(pl.cdiv(sizes.most, LANES) * LANES, width)
+        place_RM = lax.broadcasted_iota(jnp.int32, (SUBLANES, wide), 1)
+        chosen_RM = place_RM < jnp.tile(count_RL, (1, wide // LANES))
+        ids_RM = jnp.where(chosen_RM, place_RM + move_left(away_RN)[:, :wide], sizes.unused)
+        if table_BN is not None:
+            table_RN = _table_rows(sizes, width, table_BN, start + tile * SUBLANES // sizes.padded_heads)
+            ids_RM = jnp.where(chosen_RM, look_up(table_RN, ids_RM), sizes.unused)
         most = min(width, sizes.most)
-        ids_ref[own_rows, :most] = ids_RN[:, :most]
+        ids_ref[own_rows, :most] = ids_RM[:, :most]
         if most < sizes.most:
-            ids_ref[own_rows, most:] = jnp.full((SUBLANES, sizes.most - most), unused, jnp.int32)
+            ids_ref[own_rows, most:] = jnp.full((SUBLANES, sizes.most - most), sizes.unused, jnp.int32)
 
 
 class _Stream:
