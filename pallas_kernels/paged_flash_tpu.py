@@ -95,7 +95,12 @@ class _Sizes:
         L, M = lists_BLM.shape[1:]
         rows = min(R, blocks.block_rows)
         row_blocks = pl.cdiv(R, rows)
-        tile_pages = min(max(blocks.tile_tokens // C, 1), M)
+        # Lists of all lengths up to M in few tiles, and none of them much shorter than the others; whole registers.
+        tiles = max(M * C // blocks.tile_tokens, 1)
+        whole = max(min(blocks.tile_tokens, LANES) // C, 1)
+        tile_pages = pl.cdiv(pl.cdiv(M, tiles), whole) * whole
+        tile_bytes = tile_pages * C * pages_KPCE.shape[-1] * pages_KPCE.dtype.itemsize
+        tiles_held = min(max(blocks.buffer_bytes // tile_bytes, blocks.least_tiles), blocks.most_tiles) // 2 * 2
         # Copies to scalar memory start at multiples of LANES, and a tile is looked up whole.
         list_pages = pl.cdiv(pl.cdiv(M, tile_pages) * tile_pages, LANES) * LANES
         share = K // L
@@ -103,8 +108,8 @@ class _Sizes:
         most_lists = blocks.list_bytes // (_LISTS_HELD * list_pages * jnp.dtype(jnp.int32).itemsize)
 
         def divides(units: int, cores: int) -> bool:
-            whole = units % share == 0 or share % units == 0
-            return whole and units // share <= most_lists and B * K % (units * cores) == 0
+            together = units % share == 0 or share % units == 0
+            return together and units // share <= most_lists and B * K % (units * cores) == 0
 
         # Many units to a program, as a program costs time of its own; but every core has the same number of programs.
         choices = [(units, cores) for cores in (launch.cores, 1) for units in range(most_units, 0, -1)]
@@ -118,7 +123,7 @@ class _Sizes:
             page_tokens=C,
             list_pages=list_pages,
             tile_pages=tile_pages,
-            tiles_held=blocks.tiles_held,
+            tiles_held=tiles_held,
             queries=queries,
             group=R // queries,
             rows=rows,
@@ -178,6 +183,13 @@ class _Stream:
         def _():
             for cell in range(_CELLS):
                 self.state[cell] = 0
+
+            # Places that no copy was made to must not hold NaN, see `_clear`.
+            @pl.loop(0, self.sizes.tiles_held // 2)
+            def _(place):
+                for tile_ref in self.tile_refs:
+                    tile_ref[place] = jnp.zeros(tile_ref.shape[1:], tile_ref.dtype)
+
             self.list_copy(0).start()
             self.list_copy(0).wait()
 
@@ -244,19 +256,15 @@ class _Stream:
     def wait(self, tokens, tile):
         """Waits for the tile read next; gives its buffer."""
         buffer = self.state[_READ_BUFFER]
-        tile_ref, page_ref = self.tile_refs[0].at[0], self.tile_refs[0].at[0, 0]
         semaphore = self.page_sem.at[buffer]
         pages = self.tile_pages(tokens, tile)
 
         # A wait takes as many bytes off the semaphore as what it names holds, wherever that is; all copies of a tile
-        # signal the same one.
-        @pl.when(pages == self.sizes.tile_pages)
-        def _():
-            pltpu.make_async_copy(tile_ref, tile_ref, semaphore).wait()
-
-        @pl.when(pages < self.sizes.tile_pages)
-        def _():
-            pl.loop(0, pages)(lambda _: pltpu.make_async_copy(page_ref, page_ref, semaphore).wait())
+        # signal the same one. So the binary digits of their number do.
+        for digit in range(self.sizes.tile_pages.bit_length()):
+            some_ref = self.tile_refs[0].at[0, pl.ds(0, 1 << digit)]
+            wait = pltpu.make_async_copy(some_ref, some_ref, semaphore).wait
+            pl.when(pages & (1 << digit) != 0)(wait)
 
         return buffer
 
@@ -287,15 +295,17 @@ def _by_parity(buffer, body):
 
 
 def _clear(sizes: _Sizes, tile_ref, left):
-    """Zeros for what is no token in a tile with `left` tokens: zero weight times NaN would leak it."""
+    """Zeros for what is no token in the last page of a tile with `left` tokens: zero weight times NaN would leak it.
 
-    @pl.when(left < sizes.tile_tokens)
+    Places beyond hold zeros or tokens of earlier tiles, which zero weight leaves out.
+    """
+
+    @pl.when((left < sizes.tile_tokens) & (left % sizes.page_tokens != 0))
     def _():
-        @pl.loop(left // sizes.page_tokens, sizes.tile_pages)
-        def _(place):
-            page_CE = tile_ref[place]
-            token_CE = place * sizes.page_tokens + lax.broadcasted_iota(jnp.int32, page_CE.shape, 0)
-            tile_ref[place] = jnp.where(token_CE < left, page_CE, jnp.zeros_like(page_CE))
+        place = left // sizes.page_tokens
+        page_CE = tile_ref[place]
+        token_CE = lax.broadcasted_iota(jnp.int32, page_CE.shape, 0)
+        tile_ref[place] = jnp.where(token_CE < left % sizes.page_tokens, page_CE, jnp.zeros_like(page_CE))
 
 
 def _attend_tile(sizes: _Sizes, scale, q_RL, kv_SE, left, row, top_ref, total_ref, o_ref):

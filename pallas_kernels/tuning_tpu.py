@@ -8,8 +8,9 @@ class Blocks:
     """Sizes that change no result but for rounding.
 
     Attributes:
-        tile_tokens: tokens computed on at once, at least a page.
-        tiles_held: buffers for tiles, an even number; all but one are under way while that one is computed on.
+        tile_tokens: tokens computed on at once, at least; fewer where no list is as long, at most twice as many.
+        buffer_bytes, least_tiles, most_tiles: buffers for tiles, even numbers of them; all but one are under way while
+            that one is computed on.
         block_rows: query rows computed on at once; more are taken in turn, from the same tile.
         program_units: KV heads of sequences that a program takes at most, one after the other.
         program_rows: query rows that a program takes at most.
@@ -18,7 +19,9 @@ class Blocks:
     """
 
     tile_tokens: int
-    tiles_held: int
+    buffer_bytes: int
+    least_tiles: int
+    most_tiles: int
     block_rows: int
     program_units: int
     program_rows: int
@@ -27,13 +30,15 @@ class Blocks:
 
 
 # Found with scripts/tpu_kernel_account.py, that is by counting the compiler's instructions, not by running; see
-# docs/kernels_tpu.md. Tiles: instructions a token fall by a tenth from 512 to 1,024 tokens and hardly any more after.
-# Rows: instructions a row fall by a quarter from 128 to 256, though more is spilled. Held: a core reads at most 1.7
-# TB/s; with 2 us between a copy's start and its end, 3.4 MB under way keep it busy, which 8 tiles of 512 KB (bfloat16,
-# heads of 128) allow for.
+# docs/kernels_tpu.md. Tiles: instructions a token fall by a quarter from 512 to 1,024 tokens and by a tenth from there
+# to 2,048, while compiling takes half as long again and short lists more. Rows: instructions a row fall by a quarter
+# from 128 to 256, though more is spilled. Buffers: a core reads at most 1.7 TB/s; with 2 us between a copy's start and
+# its end, 3.4 MB under way keep it busy.
 _CHIP = Blocks(
     tile_tokens=1024,
-    tiles_held=8,
+    buffer_bytes=4 << 20,
+    least_tiles=4,
+    most_tiles=16,
     block_rows=256,
     program_units=8,
     program_rows=2048,
@@ -45,7 +50,9 @@ CHIPS = {'v5e': _CHIP, 'v5p': _CHIP, 'v6e': _CHIP, '7x': _CHIP}
 # So small that short lists, too, take several tiles, use buffers again and cross from one program into the next.
 INTERPRETED = Blocks(
     tile_tokens=32,
-    tiles_held=4,
+    buffer_bytes=0,
+    least_tiles=4,
+    most_tiles=4,
     block_rows=32,
     program_units=2,
     program_rows=2048,
