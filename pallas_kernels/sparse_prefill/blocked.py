@@ -17,6 +17,7 @@ from pallas_kernels.sparse_prefill.selection import (
     mean_query,
     ordered,
     pack,
+    padded,
     rivals,
     tile_bits,
     tile_reads,
@@ -31,9 +32,9 @@ def page_mask(q_BTHA, landmark_BKNA, length_B, budget_BT, *, page_tokens, reserv
     """Bit mask `mask_BKWT` of the pages that each query reads, see `selection`."""
     B, T, _, _ = q_BTHA.shape
     K, N = landmark_BKNA.shape[1:3]
-    landmark_BKNA = _pad(landmark_BKNA.astype(jnp.float32), 2, WORD_PAGES)
-    mean_BKAT = _pad(mean_query(q_BTHA, K), 3, QUERY_TILE)
-    budget_BT = _pad(budget_BT, 1, QUERY_TILE)
+    landmark_BKNA = padded(landmark_BKNA.astype(jnp.float32), 2, WORD_PAGES)
+    mean_BKAT = padded(mean_query(q_BTHA, K), 3, QUERY_TILE)
+    budget_BT = padded(budget_BT, 1, QUERY_TILE)
     page_N1 = jnp.arange(landmark_BKNA.shape[2], dtype=jnp.int32)[:, None]
 
     def select(first_query):
@@ -121,7 +122,7 @@ def backward(q_BTHA, k_BTKA, v_BTKA, mask_BKWT, lse_BHT, delta_BHT, do_BTHA, *, 
     K, G = tiles.kv_heads, tiles.group
     v_BKSA = tiles.keys(v_BTKA)
     do_BKGTA = tiles.queries(do_BTHA.astype(v_BTKA.dtype))
-    row_BKG1T = [_pad(row.reshape(B, K, G, 1, T), 4, QUERY_TILE) for row in (lse_BHT, delta_BHT)]
+    row_BKG1T = [padded(row.reshape(B, K, G, 1, T), 4, QUERY_TILE) for row in (lse_BHT, delta_BHT)]
 
     def of_queries(sums, i):
         q_BKGtA, do_BKGtA = tiles.queries_at(i), tiles.queries_at(i, do_BKGTA)
@@ -169,16 +170,16 @@ class _Tiles:
             preferred_element_type=jnp.float32,
         )
         self.q_BKGTA, self.k_BKSA = self.queries(q_BTHA), self.keys(k_BTKA)
-        self.mask_BKWT = _pad(mask_BKWT, 3, QUERY_TILE)
+        self.mask_BKWT = padded(mask_BKWT, 3, QUERY_TILE)
         self.query_tiles = self.q_BKGTA.shape[3] // QUERY_TILE
 
     def queries(self, x_BTHA):
         B, T, _, A = x_BTHA.shape
         x_BKGTA = x_BTHA.reshape(B, T, self.kv_heads, self.group, A).transpose(0, 2, 3, 1, 4)
-        return _pad(x_BKGTA, 3, QUERY_TILE)
+        return padded(x_BKGTA, 3, QUERY_TILE)
 
     def keys(self, x_BTKA):
-        return _pad(x_BTKA.swapaxes(1, 2), 2, self.key_tile)
+        return padded(x_BTKA.swapaxes(1, 2), 2, self.key_tile)
 
     def queries_at(self, i, x_BKGTA=None):
         x_BKGTA = self.q_BKGTA if x_BKGTA is None else x_BKGTA
@@ -217,10 +218,6 @@ class _Tiles:
 
         ended = -(-(i + 1) * QUERY_TILE // self.key_tile)
         return lax.fori_loop(0, jnp.minimum(ended, self.k_BKSA.shape[2] // self.key_tile), visit_if_read, state)
-
-
-def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    return jnp.pad(x, [(0, -x.shape[axis] % multiple if a == axis else 0) for a in range(x.ndim)])
 
 
 def _joined(x: jax.Array, axis: int) -> jax.Array:

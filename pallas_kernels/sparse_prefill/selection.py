@@ -21,12 +21,16 @@ KEY_TILE = 512  # most keys of a tile
 LEAST = -(2**31)  # below the key of every number
 
 
+def padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Zeros appended until the axis is a multiple."""
+    return jnp.pad(x, [(0, -x.shape[axis] % multiple if a == axis else 0) for a in range(x.ndim)])
+
+
 def page_landmarks(k_BTKA: jax.Array, page_tokens: int) -> jax.Array:
     """landmark_BKNA of a row's pages, as decoding makes them once a page is full; those of other pages have no use."""
-    B, T, K, A = k_BTKA.shape
-    pages = -(-T // page_tokens)
-    k_BTKA = jnp.pad(k_BTKA, ((0, 0), (0, pages * page_tokens - T), (0, 0), (0, 0)))
-    k_BKNCA = k_BTKA.reshape(B, pages, page_tokens, K, A).transpose(0, 3, 1, 2, 4)
+    B, _, K, A = k_BTKA.shape
+    k_BNCKA = padded(k_BTKA, 1, page_tokens).reshape(B, -1, page_tokens, K, A)
+    k_BKNCA = k_BNCKA.transpose(0, 3, 1, 2, 4)
     return page_mean(k_BKNCA).astype(k_BTKA.dtype)
 
 
@@ -146,7 +150,7 @@ def key_tile(page_tokens: int) -> int:
 
 def tile_bits(word_T: jax.Array, first_page: jax.Array, tile_pages: int) -> jax.Array:
     """A word's bits of a tile's pages, moved to its lower end: 0 where the query reads nothing of the tile."""
-    return _lower(word_T, first_page % WORD_PAGES) & (-1 if tile_pages == WORD_PAGES else (1 << tile_pages) - 1)
+    return _lower(word_T, first_page & (WORD_PAGES - 1)) & (-1 if tile_pages == WORD_PAGES else (1 << tile_pages) - 1)
 
 
 def tile_reads(

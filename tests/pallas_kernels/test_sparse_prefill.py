@@ -17,6 +17,7 @@ from pallas_kernels.sparse_prefill.selection import key_tile, pack, page_landmar
 
 CASES = {case.name: case for case in cases.CASES}
 STATICS = ('page_tokens', 'reserved_first', 'reserved_last')
+QUICKLY = {'xla_backend_optimization_level': 0}  # compiling takes longer than running
 FLOAT32_CASES = [case for case in cases.CASES if case.dtype == 'float32']
 # Of the largest value. float32: sums of some hundred products. bfloat16: weights, their gradients and the results are
 # rounded to 8 bits.
@@ -31,7 +32,7 @@ def of_padding(case):
     return np.arange(case.tokens) >= np.asarray(case.lengths)[:, None]
 
 
-@functools.partial(jax.jit, static_argnames=STATICS)
+@functools.partial(jax.jit, static_argnames=STATICS, compiler_options=QUICKLY)
 def with_gradients(q_BTHA, k_BTKA, v_BTKA, length_B, budget_BT, do_BTHA, **statics):
     """The result and the gradients of q, k, v."""
     attend = lambda q, k, v: sparse_prefill(q, k, v, length_B, budget_BT, **statics)
@@ -39,7 +40,7 @@ def with_gradients(q_BTHA, k_BTKA, v_BTKA, length_B, budget_BT, do_BTHA, **stati
     return o_BTHA, *transposed(do_BTHA)
 
 
-@functools.partial(jax.jit, static_argnames='page_tokens')
+@functools.partial(jax.jit, static_argnames='page_tokens', compiler_options=QUICKLY)
 def reference_with_gradients(q_BTHA, k_BTKA, v_BTKA, read_BKTN, do_BTHA, *, page_tokens):
     """The same from the definition in float32, the pages given."""
     attend = lambda q, k, v: reference.attend(q, k, v, read_BKTN, page_tokens=page_tokens, out_dtype=jnp.float32)
@@ -47,7 +48,7 @@ def reference_with_gradients(q_BTHA, k_BTKA, v_BTKA, read_BKTN, do_BTHA, *, page
     return o_BTHA, *transposed(do_BTHA.astype(jnp.float32))
 
 
-page_mask = jax.jit(blocked.page_mask, static_argnames=STATICS)
+page_mask = jax.jit(blocked.page_mask, static_argnames=STATICS, compiler_options=QUICKLY)
 
 
 def pages_of(arguments):
