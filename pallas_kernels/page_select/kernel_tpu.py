@@ -245,6 +245,7 @@ def _kernel(sizes: _Sizes, tail: bool, physical: bool, pages_B, count_B, tails_G
 
     # Sequences far shorter than the longest possible one are spared the work on pages that they do not have.
     reach = functools.reduce(jnp.maximum, [pages_B[jnp.minimum(start + i, stop - 1)] for i in range(sizes.group)])
+    reach = jnp.minimum(reach, sizes.pages)  # a finished sequence may stand one token beyond the cache
     for shorter, width in itertools.pairwise((-1, *sizes.widths)):
         choose = functools.partial(_choose, sizes, width, start, scratch, table_BN, ids_ref)
         pl.when((reach > shorter) & (reach <= width))(choose)

@@ -16,8 +16,8 @@ import pytest
 from interpreted_tpu import interpreted
 from jitted_operations import over
 
-from pallas_kernels.implementation import HEAD_DIMS
-from pallas_kernels.landmark_update import kernel_tpu
+from pallas_kernels.implementation import HEAD_DIMS, Implementation
+from pallas_kernels.landmark_update import kernel_tpu, landmark_update
 from pallas_kernels.landmark_update.cases import CASES, Case
 from pallas_kernels.landmark_update.tuning import Blocks
 
@@ -73,7 +73,7 @@ def test_sums_are_made_in_token_order_and_tokens_rounded_before():
 def compile_for(chip, B, K, N, A, C, P, dtype='bfloat16'):
     token_BKA = jax.ShapeDtypeStruct((B, K, A), dtype)
     return aot.compile_for_tpu(
-        functools.partial(kernel_tpu.landmark_update, interpret=False),
+        functools.partial(landmark_update, implementation=Implementation.MOSAIC_TPU),
         chip,
         jax.ShapeDtypeStruct((K, P, C, 2 * A), dtype),
         jax.ShapeDtypeStruct((B, K, N, A), dtype),
