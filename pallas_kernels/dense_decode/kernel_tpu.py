@@ -2,7 +2,8 @@
 
 import jax
 
-from pallas_kernels.paged_flash_tpu import Launch, attend_lists
+from pallas_kernels.page_stream_tpu import Launch
+from pallas_kernels.paged_flash_tpu import attend_lists
 
 
 def dense_decode(

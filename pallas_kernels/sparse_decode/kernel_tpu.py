@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_flash_tpu import Launch, attend_lists
+from pallas_kernels.page_stream_tpu import Launch
+from pallas_kernels.paged_flash_tpu import attend_lists
 
 
 def sparse_decode(

@@ -15,7 +15,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the race detector's verdict has no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import paged_flash_tpu, tuning_tpu
+from pallas_kernels import page_stream_tpu, tuning_tpu
 from pallas_kernels.dense_decode import cases as dense_cases
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.implementation import HEAD_DIMS, Implementation
@@ -98,6 +98,10 @@ def test_physical_ids_with_junk_beyond_the_count_and_nothing_to_read():
     none_read = run('sparse_decode', physical(case) | none)
     assert not none_read[:2].any()
     np.testing.assert_array_equal(none_read[2], o[2])
+    # What other sequences have in the same buffers stays theirs, even if it is no number.
+    broken = physical(case)
+    broken['pages_KPCE'][:, broken['ids_BKM'][0, 0]] = np.nan
+    np.testing.assert_array_equal(run('sparse_decode', broken)[1:], o[1:])
 
 
 def test_results_do_not_depend_on_tiles_programs_and_cores():
@@ -105,7 +109,7 @@ def test_results_do_not_depend_on_tiles_programs_and_cores():
     case = SPARSE['bf16_g5_a128_c8']
     arguments = case.arguments(free=np.nan)
     blocks = dataclasses.replace(tuning_tpu.INTERPRETED, tile_tokens=8, least_tiles=2, most_tiles=2, program_units=1)
-    launch = paged_flash_tpu.Launch(blocks, cores=2, interpret=True)
+    launch = page_stream_tpu.Launch(blocks, cores=2, interpret=True)
     function = functools.partial(sparse_tpu.sparse_decode, out_dtype=jnp.float32, interpret=True, launch=launch)
     o_BHA = interpreted(jax.jit(function), **arguments)
     np.testing.assert_allclose(o_BHA, run('sparse_decode', arguments), rtol=0, atol=2e-3)
@@ -114,9 +118,9 @@ def test_results_do_not_depend_on_tiles_programs_and_cores():
 @pytest.mark.parametrize('forgotten', ['pages', 'lists'])
 def test_a_forgotten_wait_does_not_pass(monkeypatch, forgotten):
     """What the other tests rest on: a missing wait shows, as a race, a wrong result or a page that does not exist."""
-    stream = paged_flash_tpu._Stream
+    stream = page_stream_tpu.Stream
     if forgotten == 'pages':
-        monkeypatch.setattr(stream, 'wait', lambda self, *_: self.state[paged_flash_tpu._READ_BUFFER])
+        monkeypatch.setattr(stream, 'wait', lambda self, *_: self.state[page_stream_tpu._READ_BUFFER])
     else:
         copy = stream.list_copy
         monkeypatch.setattr(stream, 'list_copy', lambda self, step: NeverWaited(copy(self, step)))
