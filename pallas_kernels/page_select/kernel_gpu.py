@@ -47,7 +47,7 @@ def page_select(
     blocks: HopperBlocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.page_select`; `blocks` are those of `tuning` unless given."""
-    # The older interpreters compile the kernel again for every warpgroup of every block.
+    # Interpreted warpgroups wait for each other in threads of the CPU's pool, which may have too few: one never ends.
     blocks = blocks or dataclasses.replace(HOPPER, warpgroups=1 if interpret else HOPPER.warpgroups)
     B, K, N, A = landmark_BKNA.shape
     group = q_BHA.shape[1] // K
