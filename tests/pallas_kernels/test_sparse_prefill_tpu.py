@@ -21,7 +21,7 @@ STATICS = ('page_tokens', 'reserved_first', 'reserved_last')
 CASES = (
     # Two blocks of keys, each a word of the mask, in two parts; many choices are decided by ties.
     Case('blocks_ties', 1, 2, 64, 16, 600, 1, 2, (590,), (20,), (5,), 'float32', True),
-    Case('bf16_two_rows', 2, 2, 128, 16, 100, 1, 1, (90,), (20,), (2,), 'bfloat16', False),
+    Case('bf16_two_sequences', 2, 2, 128, 8, 100, 1, 1, (90, 73), (20, 0), (2, 3), 'bfloat16', False),
 )
 # Of the largest value: another order of summation, another rounding of weights to bfloat16.
 TOLERANCE = {'float32': 2e-6, 'bfloat16': 2e-3}
