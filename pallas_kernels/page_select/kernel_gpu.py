@@ -80,12 +80,13 @@ def page_select(
         read(jnp.int32(0))
         plgpu.commit_smem()  # or the compiler would rather wait for the length, which takes as long as the landmarks
         length, budget = length_ref[b], budget_ref[b]
+        heads = [load(q_ref.at[b, k * group + head], layout=in_every_warp(A), optimized=False) for head in range(group)]
         pages = jnp.minimum(lax.div(length + (page_tokens - 1), page_tokens), N)
         tiles = lax.div(pages + (_TILE_PAGES - 1), _TILE_PAGES)
         steps = jnp.maximum(lax.div(tiles + (warpgroups - 1) - warpgroup, warpgroups), 1)
         for step in range(1, stages):
             pl.when(step < steps)(functools.partial(read, jnp.int32(step)))
-        q_RA = _mean_query(q_ref.at[b, pl.ds(k * group, group)], query_ref.at[warpgroup])
+        q_RA = _mean_query(heads, query_ref.at[warpgroup])
         used_chunks: Any = 1  # known beforehand where all keys are one chunk
         written_chunks: Any = 1
         if chunks > 1:
@@ -164,13 +165,12 @@ def page_select(
     return ids_BKM, count_B
 
 
-def _mean_query(q_ref: Any, mean_ref: Any) -> jax.Array:
-    """The mean of the group's heads in float32, once for every row of a tile; `mean_ref` is where lanes exchange it."""
-    group, A = q_ref.shape
-    heads = [load(q_ref.at[head], layout=in_every_warp(A), optimized=False) for head in range(group)]
-    mean_ref[...] = sum((q_A.astype(jnp.float32) for q_A in heads[1:]), start=heads[0].astype(jnp.float32)) / group
+def _mean_query(heads: list[jax.Array], mean_ref: Any) -> jax.Array:
+    """The heads' mean in float32, once for every row of a tile; `mean_ref` is where lanes exchange it."""
+    total_A = sum((q_A.astype(jnp.float32) for q_A in heads[1:]), start=heads[0].astype(jnp.float32))
+    mean_ref[...] = total_A / len(heads)
     mean_A = layout_cast(mean_ref[...], plgpu.Layout.WGMMA.reduce(0))
-    return lax.broadcast_in_dim(mean_A, (_TILE_PAGES, A), (1,))
+    return lax.broadcast_in_dim(mean_A, (_TILE_PAGES, *mean_A.shape), (1,))
 
 
 def _ordered(score_N: jax.Array) -> jax.Array:
