@@ -25,8 +25,22 @@ from pallas_kernels.sparse_decode import sparse_decode
 
 # A case takes two seconds, nearly all of them to compile; these repeat what others of their operation show.
 REPETITIONS = {
-    'sparse_decode': {'mha_a64', 'g8_a128_c32', 'bf16_g2_a128_c16', 'bf16_g8_a64_c32'},
-    'dense_decode': {'g4_a128_c16', 'g5_a64_c16', 'bf16_g2_a128_c16', 'bf16_g5_a128_c64'},
+    'sparse_decode': {
+        'mha_a64',
+        'g8_a128_c32',
+        'g5_a64_c16_all_pages',
+        'bf16_g2_a128_c16',
+        'bf16_g8_a64_c32',
+        'bf16_g4_a128_c64',
+    },
+    'dense_decode': {
+        'g4_a128_c16',
+        'g8_a128_c32',
+        'g5_a64_c16',
+        'bf16_g2_a128_c16',
+        'bf16_g5_a128_c64',
+        'bf16_g4_a64_c128',
+    },
 }
 CASES = [
     pytest.param(op, case, id=f'{op}-{case.name}', marks=[pytest.mark.verify] if case.name in REPETITIONS[op] else [])
