@@ -34,6 +34,7 @@ from pallas_kernels.pallas_gpu import (
     row_memory,
     store_transposed,
 )
+from pallas_kernels.tuning_gpu import Blocks
 
 ROW_MULTIPLE = 8  # narrowest product of the tensor cores
 MAX_ROWS = {'bfloat16': 32, 'float32': 16}  # more would not fit registers, or shared memory
@@ -42,22 +43,9 @@ _FAR_BELOW = -1e30  # stands for minus infinity where a difference of two is tak
 _TERMS = {'bfloat16': ((0, 0),), 'float32': ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))}
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Sizes that are tuned and change no result but for rounding.
-
-    Attributes:
-        tile_tokens: tokens multiplied at once, 64 or 128.
-        stages: tiles in shared memory.
-        split_tokens: cached tokens that one thread block reads at most; longer lists are split, and the parts combined
-            afterwards. It depends on nothing but the list, so that a result does not depend on the batch.
-    """
-
-    tile_tokens: int
-    stages: int
-    split_tokens: int
-
-
+@functools.partial(
+    jax.jit, static_argnames=('blocks', 'out_dtype', 'interpret'), inline=True
+)  # layers share one lowering
 def paged_flash(
     q_BTHA: jax.Array,
     pages_KPCE: jax.Array,

@@ -2,19 +2,18 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.paged_flash_gpu import Blocks, paged_flash
+from pallas_kernels.paged_flash_gpu import paged_flash
+from pallas_kernels.tuning_gpu import DENSE_DECODE, Blocks
 
-BLOCKS = Blocks(tile_tokens=64, stages=3, split_tokens=8192)
 
-
-def dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, *, out_dtype, interpret):
+def dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, *, out_dtype, interpret, blocks: Blocks = DENSE_DECODE):
     K = pages_KPCE.shape[0]
     return paged_flash(
         q_BTHA,
         pages_KPCE,
         table_BN[:, None],
         jnp.broadcast_to(length_B[:, None], (len(length_B), K)),
-        blocks=BLOCKS,
+        blocks=blocks,
         out_dtype=out_dtype,
         interpret=interpret,
     )

@@ -2,12 +2,13 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.paged_flash_gpu import Blocks, paged_flash
+from pallas_kernels.paged_flash_gpu import paged_flash
+from pallas_kernels.tuning_gpu import SPARSE_DECODE, Blocks
 
-BLOCKS = Blocks(tile_tokens=64, stages=3, split_tokens=8192)
 
-
-def sparse_decode(q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B, *, out_dtype, interpret):
+def sparse_decode(
+    q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B, *, out_dtype, interpret, blocks: Blocks = SPARSE_DECODE
+):
     K, _, C, _ = pages_KPCE.shape
     M = ids_BKM.shape[-1]
     count_B = jnp.where(length_B > 0, jnp.minimum(count_B, M), 0)
@@ -27,7 +28,7 @@ def sparse_decode(q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B, *, ou
         pages_KPCE,
         physical_BKM,
         tokens_BK.astype(jnp.int32),
-        blocks=BLOCKS,
+        blocks=blocks,
         out_dtype=out_dtype,
         interpret=interpret,
     )[:, 0]

@@ -1,5 +1,7 @@
 """sparse_decode and dense_decode on Hopper: interpreted here, lowered for an H200, and run there (`-m gpu`)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jitted_operations
@@ -10,9 +12,11 @@ from jitted_operations import over
 
 from pallas_kernels.dense_decode import cases as dense_cases
 from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.dense_decode import kernel_gpu as dense_kernel
 from pallas_kernels.implementation import Implementation, why_unfit
 from pallas_kernels.sparse_decode import cases as sparse_cases
 from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.tuning_gpu import Blocks
 
 GPU, INTERPRETED = Implementation.MOSAIC_GPU, Implementation.MOSAIC_GPU_INTERPRETED
 OPS = {'sparse_decode': sparse_cases, 'dense_decode': dense_cases}
@@ -93,6 +97,27 @@ def test_dense_decode_lowers_for_an_h200(queries, group, dtype):
     )
     call = lambda *arrays: dense_decode(*arrays, implementation=GPU)
     assert 'mosaic_gpu' in lower_for_h200(call, *arguments).as_text()
+
+
+def check_split(interpret):
+    """Lists that are read in parts of 64 tokens, the last ones of them empty for most sequences."""
+    case = next(case for case in dense_cases.CASES if case.name == 'bf16_g8_a64_c32')
+    arguments = case.arguments(free=np.nan)
+    options = {'out_dtype': jnp.float32, 'interpret': interpret}
+    call = jax.jit(functools.partial(dense_kernel.dense_decode, blocks=Blocks(64, 2, 64), **options))
+    whole = jitted_operations.dense_decode(**case.arguments(), out_dtype='float32')
+    np.testing.assert_allclose(call(**arguments), whole, rtol=0, atol=2e-3 * float(jnp.abs(whole).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason='the interpreter of jax before 0.11 takes minutes for it')
+def test_parts_of_split_lists_are_combined():
+    check_split(True)
+
+
+@pytest.mark.gpu
+def test_parts_of_split_lists_are_combined_on_a_gpu():
+    check_split(False)
 
 
 @pytest.mark.gpu

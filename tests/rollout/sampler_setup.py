@@ -40,9 +40,12 @@ MIXED = (0, 1, 2, 3)
 ALL = (PAGES,) * 4
 
 
-def make_model():
+WIDE_SHAPE = dataclasses.replace(SHAPE, head_dim=64)  # as the Pallas kernels need it
+
+
+def make_model(shape=SHAPE):
     """(graphdef, params) of a random float32 model that attends to few keys, so that it matters which ones are read."""
-    graphdef, params = init_decoder(SHAPE, seed=0, compute_dtype=jnp.float32)
+    graphdef, params = init_decoder(shape, seed=0, compute_dtype=jnp.float32)
     sharpen = lambda path, x: x * 2.5 if 'q_norm' in jax.tree_util.keystr(path) else x
     return graphdef, jax.tree_util.tree_map_with_path(sharpen, params)
 
@@ -66,17 +69,17 @@ class Sampler:
     """An engine with its weights; each call samples with the given budgets, which are values to the engine.
 
     budgets: the most that it is made for. keep_hidden: in all calls, since the two ways compile apart.
-    mesh: sizes of (data, fsdp, tensor).
+    mesh: sizes of (data, fsdp, tensor). shape, dtype: of the model, and of cache and activations.
     """
 
-    def __init__(self, model, budgets=ALL, keep_hidden=False, mesh=(-1, 1, 1), **rollout):
+    def __init__(self, model, budgets=ALL, keep_hidden=False, mesh=(-1, 1, 1), shape=SHAPE, dtype='float32', **rollout):
         graphdef, params = model
         self.keep_hidden = keep_hidden
         self.schedule = Schedule(
             'fixed', PAGE, BIN_WIDTH, RESERVED_FIRST, RESERVED_LAST, DENSE_LAYERS, budget_pages=budgets
         )
         devices = make_mesh(ParallelConfig(*mesh))
-        self.engine = Engine(graphdef, SHAPE, devices, rollout_config(**rollout), self.schedule, END_IDS, 'float32')
+        self.engine = Engine(graphdef, shape, devices, rollout_config(**rollout), self.schedule, END_IDS, dtype)
         self.weights = self.engine.weights(params)
 
     def __call__(

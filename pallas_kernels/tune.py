@@ -1,0 +1,110 @@
+"""Times candidates for the block sizes of sparse_decode and dense_decode on the GPU at hand.
+
+    python -m pallas_kernels.tune [--op=sparse_decode,dense_decode] [--grid=short|full] [--out=tune.json]
+
+For each shape of `shapes` it prints the fastest sizes and how far behind those of `tuning_gpu` are; the last lines say
+which sizes are best over all shapes of an operation, by the geometric mean of time over limit.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels.bench import Inputs, Prepared, by_cache, measure, prepare, read_bandwidth
+from pallas_kernels.implementation import Implementation, choose, kernel_module
+from pallas_kernels.shapes import GRIDS, Shape
+from pallas_kernels.tuning_gpu import DENSE_DECODE, SPARSE_DECODE, Blocks
+
+IN_USE = {'sparse_decode': SPARSE_DECODE, 'dense_decode': DENSE_DECODE}
+CANDIDATES = [
+    Blocks(*sizes)
+    for sizes in itertools.product((64, 128), (2, 3, 4, 6), (4096, 8192, 16384, 1 << 20))
+    if sizes[0] * sizes[1] <= 64 * 6  # what fits into shared memory
+]
+
+
+def with_blocks(prepared: Prepared, blocks: Blocks, *, interpret: bool = False) -> Prepared:
+    """The same calls with other block sizes."""
+    op = prepared.shape.op
+    call = functools.partial(
+        getattr(kernel_module(op, Implementation.MOSAIC_GPU), op),
+        out_dtype=prepared.fixed[0].dtype,
+        interpret=interpret,
+        blocks=blocks,
+    )
+
+    def sparse(pages, count, length, q, ids):
+        return call(q, pages, None, ids, count, length)
+
+    def dense(pages, table, length, q):
+        return call(q, pages, table, length)
+
+    return dataclasses.replace(prepared, function=sparse if op == 'sparse_decode' else dense)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog='python -m pallas_kernels.tune', description=__doc__.splitlines()[0])
+    parser.add_argument('--op', default=','.join(IN_USE), help='operations, separated by commas')
+    parser.add_argument('--grid', default='short', choices=('short', 'full'), help='which shapes')
+    parser.add_argument('--out', type=Path, help='a JSON file for all figures')
+    options = parser.parse_args(argv)
+    ops = options.op.split(',')
+    if unknown := sorted(set(ops) - set(IN_USE)):
+        parser.error(f'--op={options.op}: no block sizes for {unknown[0]}; there are {", ".join(IN_USE)}')
+    implementation, why = choose(jax.devices()[0])
+    if implementation is not Implementation.MOSAIC_GPU:
+        print(f'error: {why}; nothing to tune', file=sys.stderr)
+        return 1
+
+    bandwidth = read_bandwidth(8)
+    print(f'{jax.devices()[0].device_kind}, read bandwidth {bandwidth / 1e12:.2f} TB/s')
+    rows: list[dict[str, Any]] = []
+    for group in by_cache([shape for shape in GRIDS[options.grid] if shape.op in ops]):
+        inputs = Inputs(group[0])
+        for shape in group:
+            plain = prepare(shape, inputs, implementation)
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                candidates = [with_blocks(plain, blocks) for blocks in CANDIDATES]
+                compiled = list(pool.map(Prepared.compile, candidates))
+            measured = [
+                {**measure(each, bandwidth), **dataclasses.asdict(blocks)}
+                for each, blocks in zip(compiled, CANDIDATES, strict=True)
+            ]
+            rows += measured
+            print(_line(shape, measured), flush=True)
+    for op in ops:
+        best = min(CANDIDATES, key=functools.partial(_mean, [row for row in rows if row['op'] == op]))
+        print(f'{op}: best over all {best}, in use {IN_USE[op]}')
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(rows, indent=1) + '\n')
+    return 0
+
+
+def _of(rows: list[dict[str, Any]], blocks: Blocks) -> list[dict[str, Any]]:
+    return [row for row in rows if all(row[name] == size for name, size in dataclasses.asdict(blocks).items())]
+
+
+def _mean(rows: list[dict[str, Any]], blocks: Blocks) -> float:
+    return math.exp(sum(math.log(row['us'] / row['limit_us']) for row in _of(rows, blocks)) / len(_of(rows, blocks)))
+
+
+def _line(shape: Shape, rows: list[dict[str, Any]]) -> str:
+    best = min(rows, key=lambda row: row['us'])
+    [used] = _of(rows, IN_USE[shape.op])
+    sizes = ', '.join(f'{field.name} {best[field.name]}' for field in dataclasses.fields(Blocks))
+    return f'{shape.title:<58} {best["us"]:.1f} us with {sizes}; in use {used["us"]:.1f} us'
+
+
+if __name__ == '__main__':
+    sys.exit(main())

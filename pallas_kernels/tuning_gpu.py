@@ -1,0 +1,27 @@
+"""Block sizes of sparse_decode and dense_decode on GPUs, as data.
+
+`python -m pallas_kernels.tune` times the candidates and prints which of them is best for each shape.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Sizes that change no result but for rounding.
+
+    Attributes:
+        tile_tokens: tokens multiplied at once, 64 or 128.
+        stages: tiles in shared memory, all but the one at hand under way.
+        split_tokens: cached tokens that one thread block reads at most; longer lists are split, and the parts combined
+            afterwards. It depends on nothing but the list, so that a result does not depend on the batch.
+    """
+
+    tile_tokens: int
+    stages: int
+    split_tokens: int
+
+
+# Reasoned, not measured: two thread blocks a multiprocessor, 96 KB under way in each, and no split below 8K tokens.
+SPARSE_DECODE = Blocks(tile_tokens=64, stages=3, split_tokens=8192)
+DENSE_DECODE = Blocks(tile_tokens=64, stages=3, split_tokens=8192)

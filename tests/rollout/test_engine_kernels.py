@@ -1,0 +1,68 @@
+"""The sampler on Pallas kernels draws the tokens that it draws on the JAX definitions, in float32."""
+
+import jax
+import pytest
+from sampler_setup import TIGHT, WIDE_SHAPE, Sampler, assert_same, make_model, make_requests
+
+from pallas_kernels.implementation import Implementation, choose
+from sparrow_jax.config import ConfigError
+
+# Interpreted, a step takes seconds: five tokens, of which the last ones read 3 of 4 pages.
+LIMITS = {'slots': 1, 'prefill_rows': 1, 'max_prompt_tokens': 24, 'max_response_tokens': 8, 'segment_steps': 4}
+REQUESTS = make_requests((22,), limit=5)
+
+
+@pytest.fixture(scope='module')
+def wide_model():
+    return make_model(WIDE_SHAPE)
+
+
+@pytest.fixture(scope='module')
+def expected(wide_model):
+    return responses_of(wide_model, 'reference')
+
+
+def responses_of(model, kernels):
+    sampler = Sampler(model, budgets=TIGHT, shape=WIDE_SHAPE, kernels=kernels, **LIMITS)
+    assert sampler.engine.kernels is Implementation(kernels)
+    return sampler(REQUESTS)
+
+
+def test_some_pages_are_left_out(expected):
+    [response] = expected
+    assert response.pages_read.tolist() == [0, 3, 3, 3, 3]  # at 23, 24, 25 and 26 tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'kernels',
+    [
+        'mosaic_tpu_interpreted',
+        pytest.param(
+            'mosaic_gpu_interpreted',
+            marks=pytest.mark.skipif(
+                jax.__version_info__ < (0, 11), reason='the GPU interpreter of jax before 0.11 takes minutes for it'
+            ),
+        ),
+    ],
+)
+def test_interpreted_kernels_draw_the_same_tokens(wide_model, expected, kernels):
+    assert_same(responses_of(wide_model, kernels), expected)
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_this_machine_draw_the_same_tokens(wide_model, expected):
+    kernels, why = choose(jax.devices()[0])
+    assert kernels.platform, why
+    assert_same(responses_of(wide_model, kernels), expected, atol=1e-4)
+
+
+def test_kernels_that_do_not_take_the_heads_are_refused_before_anything_compiles(model):
+    with pytest.raises(ConfigError, match=r'rollout.kernels=mosaic_tpu: .*not of 16; set it to reference or auto'):
+        Sampler(model, kernels='mosaic_tpu')
+
+
+def test_auto_says_why_there_are_no_kernels(model):
+    engine = Sampler(model).engine
+    assert engine.kernels is Implementation.REFERENCE
+    assert engine.why_kernels.endswith('not of 16')
