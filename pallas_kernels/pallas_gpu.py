@@ -152,17 +152,45 @@ class Operand(NamedTuple):
 def product(shape: tuple[int, int], factors: Sequence[tuple[Operand, Operand]]) -> jax.Array:
     """Sum of the products of pairs of matrices, in float32, by the warpgroup at hand."""
     if interpreting() and not _INTERPRETS_TRANSPOSES:
-        value = lambda x: (x.ref[...].T if x.transposed else x.ref[...]).astype(jax.numpy.float32)
-        parts = [jax.numpy.matmul(value(left), value(right), precision='highest') for left, right in factors]
+        parts = [jax.numpy.matmul(_value(left), _value(right), precision='highest') for left, right in factors]
         return functools.reduce(jax.numpy.add, parts)
-    given = lambda x: x.ref.T if x.transposed else x.ref
 
     def multiply(sum_ref: Any) -> jax.Array:
         for left, right in factors:
-            plgpu.wgmma(sum_ref, given(left), given(right))
+            plgpu.wgmma(sum_ref, _given(left), _given(right))
         return sum_ref[...]
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jax.numpy.float32))
+
+
+def add_products(sums: Sequence[jax.Array], factors: Sequence[tuple[Operand | jax.Array, Operand]]) -> list[jax.Array]:
+    """Each float32 sum and the product of its pair of matrices, all of them under way at once.
+
+    A left factor may also be a bfloat16 array, in registers.
+    """
+    if interpreting():
+        return [
+            sum_MN + jax.numpy.matmul(_value(left), _value(right), precision='highest')
+            for sum_MN, (left, right) in zip(sums, factors, strict=True)
+        ]
+
+    def multiply(sum_refs: Sequence[Any]) -> None:
+        for sum_ref, (left, right) in zip(sum_refs, factors, strict=True):
+            plgpu.wgmma(sum_ref, _given(left), _given(right))
+
+    return pl.run_state(multiply)([plgpu.ACC.init(sum_MN) for sum_MN in sums])
+
+
+def _given(factor: Operand | jax.Array) -> Any:
+    if not isinstance(factor, Operand):
+        return factor
+    return factor.ref.T if factor.transposed else factor.ref
+
+
+def _value(factor: Operand | jax.Array) -> jax.Array:
+    array = factor.ref[...] if isinstance(factor, Operand) else factor
+    transposed = isinstance(factor, Operand) and factor.transposed
+    return (array.T if transposed else array).astype(jax.numpy.float32)
 
 
 def iota(shape: tuple[int, ...], dimension: int, *, layout: Any) -> jax.Array:
