@@ -43,9 +43,8 @@ _FAR_BELOW = -1e30  # stands for minus infinity where a difference of two is tak
 _TERMS = {'bfloat16': ((0, 0),), 'float32': ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))}
 
 
-@functools.partial(
-    jax.jit, static_argnames=('blocks', 'out_dtype', 'interpret'), inline=True
-)  # layers share one lowering
+# Under jit, so that the layers of a model share one lowering.
+@functools.partial(jax.jit, static_argnames=('blocks', 'out_dtype', 'interpret'), inline=True)
 def paged_flash(
     q_BTHA: jax.Array,
     pages_KPCE: jax.Array,

@@ -16,6 +16,7 @@ from pallas_kernels.implementation import Implementation
 
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
 SCHEDULE_KINDS = ('dense', 'fixed', 'published', 'file')
+LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
 DTYPES = ('bfloat16', 'float32')
 LAYOUTS = ('auto', 'polaris', 'dapo_math', 'gsm8k', 'aime', 'amc', 'math500', 'problem_answer')
 
@@ -98,8 +99,9 @@ class RolloutConfig:
 
     @property
     def pages_per_sequence(self) -> int:
-        """N: logical pages of the longest sequence."""
-        return -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
+        """N: logical pages of the longest sequence, rounded up so that bulk copies of landmarks need no padding."""
+        pages = -(-(self.max_prompt_tokens + self.max_response_tokens) // self.page_tokens)
+        return -(-pages // LANDMARK_ROWS) * LANDMARK_ROWS
 
 
 @dataclasses.dataclass(frozen=True)

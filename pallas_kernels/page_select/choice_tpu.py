@@ -13,12 +13,6 @@ from pallas_kernels.pallas_tpu import LANES, SUBLANES
 NEVER, ALWAYS = -(1 << 31), (1 << 31) - 1  # keys of pages that do not exist and of reserved ones
 
 
-def order(score: jax.Array) -> jax.Array:
-    """int32 keys in the order of the scores; 0 and -0 have one key."""
-    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
-    return jnp.where(bits < 0, bits ^ ALWAYS, bits)
-
-
 def thresholds(keys_ref, count_RL: jax.Array, *, width: int, digit_bits: int) -> jax.Array:
     """The key of each row's count-th best page of the first `width`: the largest that as many keys reach."""
     digits = 1 << digit_bits

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.page_select import lanes_gpu as lanes
 from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
 from pallas_kernels.pallas_gpu import in_every_warp, kernel, layout_cast, load
+from pallas_kernels.score_order import ordered
 
 _STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'interpret', 'blocks')
 _RESERVED = jnp.iinfo(jnp.int32).max
@@ -106,7 +107,7 @@ def page_select(
             score_R = (tile_RA.astype(jnp.float32) * q_RA).sum(axis=1)
             page_R = pages_of(step).start + layout_cast(lax.iota(jnp.int32, _TILE_PAGES), _ROWS)
             reserved_R = (page_R < reserved_first) | (page_R >= pages - reserved_last)
-            key_R = jnp.where(reserved_R, _RESERVED, _ordered(score_R))
+            key_R = jnp.where(reserved_R, _RESERVED, ordered(score_R))
             key_ref[pages_of(step)] = jnp.where(page_R < pages, key_R, _MISSING)
 
         plgpu.barrier_arrive(scored)
@@ -171,13 +172,6 @@ def _mean_query(heads: list[jax.Array], mean_ref: Any) -> jax.Array:
     mean_ref[...] = total_A / len(heads)
     mean_A = layout_cast(mean_ref[...], plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(mean_A, (_TILE_PAGES, *mean_A.shape), (1,))
-
-
-def _ordered(score_N: jax.Array) -> jax.Array:
-    """int32 in the order of the scores: the bits of floats are, but for the sign, already."""
-    score_N = jnp.where(score_N == 0, 0.0, score_N)  # -0 would come before 0
-    bits_N = lax.bitcast_convert_type(score_N, jnp.int32)
-    return bits_N ^ lax.shift_right_logical(lax.shift_right_arithmetic(bits_N, 31), 1)
 
 
 @dataclasses.dataclass(frozen=True)

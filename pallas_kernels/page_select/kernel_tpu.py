@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.page_select.choice_tpu import ALWAYS, NEVER, distances, look_up, move_left, order, thresholds
+from pallas_kernels.page_select.choice_tpu import ALWAYS, NEVER, distances, look_up, move_left, thresholds
 from pallas_kernels.page_select.tuning import TPU, Blocks
 from pallas_kernels.pallas_tpu import LANES, SUBLANES, device_cores, interpreter
+from pallas_kernels.score_order import ordered
 
 _HIGH_HALF = -(1 << 16)
 _SEQUENCE, _CHUNK, _READ = range(3)  # cells of scalar memory: the chunk copied next, and how many were read
@@ -228,7 +229,7 @@ def _kernel(sizes: _Sizes, tail: bool, physical: bool, pages_B, count_B, tails_G
             own_lanes = pl.ds(pl.multiple_of(first_page, LANES), sizes.blocks.chunk_pages)
             score_RN = _scores(sizes, scratch.queries, landmark_KNA)
             page_RN = first_page + lax.broadcasted_iota(jnp.int32, score_RN.shape, 1)
-            key_RN = order(score_RN)
+            key_RN = ordered(score_RN)
             reserved_RN = (page_RN < sizes.first) | (page_RN >= pages - sizes.last)
             key_RN = jnp.where(reserved_RN, ALWAYS, key_RN)
             key_RN = jnp.where(page_RN < pages, key_RN, NEVER)

@@ -13,9 +13,9 @@ from jax import lax
 from pallas_kernels.sparse_prefill.selection import (
     WORD_PAGES,
     bisect,
+    contest,
     key_tile,
     mean_query,
-    ordered,
     pack,
     padded,
     rivals,
@@ -46,7 +46,7 @@ def page_mask(q_BTHA, landmark_BKNA, length_B, budget_BT, *, page_tokens, reserv
             position_B11t, page_N1, page_tokens, reserved_first, reserved_last
         )
         score_BKNt = jnp.einsum('bkna,bkat->bknt', landmark_BKNA, mean_BKAt, precision=lax.Precision.HIGHEST)
-        key_BKNt = ordered(score_BKNt, competes_B1Nt)
+        key_BKNt = contest(score_BKNt, competes_B1Nt)
 
         def count(chosen_BKNt):
             return chosen_BKNt.sum(axis=2, keepdims=True, dtype=jnp.int32)

@@ -20,9 +20,9 @@ from pallas_kernels.pallas_tpu import SUBLANES, interpreter
 from pallas_kernels.sparse_prefill.selection import (
     WORD_PAGES,
     bisect,
+    contest,
     key_tile,
     mean_query,
-    ordered,
     pack,
     padded,
     rivals,
@@ -96,7 +96,7 @@ def _select(
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
-        keys_ref[c] = ordered(score_NT, competes_NT)
+        keys_ref[c] = contest(score_NT, competes_NT)
 
     def count(chosen):
         def add(c, count_1T):

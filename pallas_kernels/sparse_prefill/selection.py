@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.landmark_update import page_mean
+from pallas_kernels.score_order import ordered
 
 WORD_PAGES = 32
 KEY_TILE = 512  # most keys of a tile
@@ -57,13 +58,9 @@ def rivals(
     return exists_NT & ~competes_NT, competes_NT, jnp.maximum(pages_T - first - last, 0)
 
 
-def ordered(score_NT: jax.Array, competes_NT: jax.Array) -> jax.Array:
+def contest(score_NT: jax.Array, competes_NT: jax.Array) -> jax.Array:
     """int32 in the order of the scores; LEAST for pages that do not compete."""
-    score_NT = jnp.where(score_NT == 0, 0.0, score_NT)  # -0 equals 0
-    bits_NT = lax.bitcast_convert_type(score_NT.astype(jnp.float32), jnp.int32)
-    # The bits of negative numbers grow away from zero.
-    key_NT = bits_NT ^ (lax.shift_right_arithmetic(bits_NT, 31) & 0x7FFFFFFF)
-    return jnp.where(competes_NT, key_NT, LEAST)
+    return jnp.where(competes_NT, ordered(score_NT.astype(jnp.float32)), LEAST)
 
 
 def bisect(

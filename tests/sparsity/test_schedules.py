@@ -22,6 +22,7 @@ ROLLOUT = RolloutConfig(
     temperature=1.0,
     segment_steps=1,
     prefill_rows=1,
+    kernels='auto',
 )
 FIXED = ScheduleConfig('fixed', 64, '', 0.86, '', reserved_first_pages=1, reserved_last_pages=2, dense_layers=(0, 1))
 LAYERS = 28
