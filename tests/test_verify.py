@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_run import ROOT, TinyRuns, assert_same_run, rows_of
 
-pytestmark = pytest.mark.verify
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(7200)]
 
 SEEDS = (0, 1, 2)
 SAMPLERS = {'sparse': [], 'dense': ['--config.schedule.kind=dense']}
