@@ -27,6 +27,8 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ShapeConfig:
+    """Sizes of a decoder, in elements; `max_positions` in tokens, `rope_theta` is the base of the rotary embedding."""
+
     family: str
     vocab_size: int
     d_model: int

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparrow_jax.config import ConfigError
+from sparrow_jax.config import ConfigError, ShapeConfig
 
 FAMILIES = ('qwen3', 'llama')
 ROPE_KINDS = ('linear', 'llama3', 'yarn')
@@ -43,24 +43,15 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderShape:
-    """All sizes of a decoder. Hashable, so jitted functions take it as a static argument.
+class DecoderShape(ShapeConfig):
+    """All sizes of a decoder: those that a configuration can state, checked, and the RoPE scaling of a checkpoint.
 
-    Lengths are in tokens (`max_positions`) or in elements; `rope_theta` is the base of the rotary embedding.
+    Hashable, so jitted functions take it as a static argument.
+
+    Raises:
+      ConfigError: another family, query heads that do not divide into groups, an odd head dimension.
     """
 
-    family: str
-    vocab_size: int
-    d_model: int
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    rope_theta: float
-    norm_eps: float
-    tie_embeddings: bool
-    max_positions: int
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
