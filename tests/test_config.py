@@ -44,7 +44,7 @@ def test_json_gives_the_same_run_back(arg):
 def test_derived_sizes():
     config = change(make_config(), {'rollout.max_prompt_tokens': 100, 'rollout.max_response_tokens': 29})
     run = resolve(config)
-    assert run.rollout.pages_per_sequence == 9  # 129 tokens of 16
+    assert run.rollout.pages_per_sequence == 16  # 129 tokens of 16 take 9, rounded up to 8
     assert run.row_tokens == 256  # 129 rounded up to 128
     assert resolve(change(config, {'learner.row_tokens': 129})).row_tokens == 129
 
