@@ -43,9 +43,9 @@ ALL = (PAGES,) * 4
 WIDE_SHAPE = dataclasses.replace(SHAPE, head_dim=64)  # as the Pallas kernels need it
 
 
-def make_model(shape=SHAPE):
-    """(graphdef, params) of a random float32 model that attends to few keys, so that it matters which ones are read."""
-    graphdef, params = init_decoder(shape, seed=0, compute_dtype=jnp.float32)
+def make_model(shape=SHAPE, dtype=jnp.float32):
+    """(graphdef, params) of a random model that attends to few keys, so that it matters which ones are read."""
+    graphdef, params = init_decoder(shape, seed=0, compute_dtype=dtype)
     sharpen = lambda path, x: x * 2.5 if 'q_norm' in jax.tree_util.keystr(path) else x
     return graphdef, jax.tree_util.tree_map_with_path(sharpen, params)
 

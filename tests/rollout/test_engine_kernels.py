@@ -1,11 +1,15 @@
 """The sampler on Pallas kernels draws the tokens that it draws on the JAX definitions, in float32."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from sampler_setup import TIGHT, WIDE_SHAPE, Sampler, assert_same, make_model, make_requests
 
 from pallas_kernels.implementation import Implementation, choose
 from sparrow_jax.config import ConfigError
+from sparrow_jax.sparsity.mismatch import acceptance, lower_quantile
 
 # Interpreted, a step takes seconds: five tokens, of which the last ones read 3 of 4 pages.
 LIMITS = {'slots': 1, 'prefill_rows': 1, 'max_prompt_tokens': 24, 'max_response_tokens': 8, 'segment_steps': 4}
@@ -55,6 +59,34 @@ def test_the_kernels_of_this_machine_draw_the_same_tokens(wide_model, expected):
     kernels, why = choose(jax.devices()[0])
     assert kernels.platform, why
     assert_same(responses_of(wide_model, kernels), expected, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_bfloat16_distributions_on_the_kernels_of_this_machine(capsys):
+    """Exact alpha between kernels and definitions, of all tokens that were drawn after the same ones."""
+    kernels, why = choose(jax.devices()[0])
+    assert kernels.platform, why
+    requests = make_requests((24, 9, 16, 17, 8, 23, 9, 24), limit=40, samples=8)
+    model, drawn = make_model(WIDE_SHAPE, jnp.bfloat16), []
+    for name in (kernels, 'reference'):
+        sampler = Sampler(model, TIGHT, keep_hidden=True, shape=WIDE_SHAPE, dtype='bfloat16', kernels=name, slots=32)
+        drawn.append(sampler(requests))
+    decoder = nnx.merge(sampler.engine.graphdef, sampler.weights)
+    logp = lambda hidden: jax.nn.log_softmax(decoder.logits(jnp.asarray(hidden)).astype(jnp.float32))
+    alpha = []
+    for a, b in zip(*drawn, strict=True):
+        n = min(len(a.tokens), len(b.tokens))
+        agreeing = int(np.cumprod(a.tokens[:n] == b.tokens[:n]).sum())
+        n = min(agreeing + 1, n)
+        alpha.append(np.asarray(acceptance(logp(a.hidden[:n]), logp(b.hidden[:n]))))
+    alpha = np.concatenate(alpha)
+    with capsys.disabled():
+        print(
+            f'\nalpha of {kernels} against reference, bfloat16, {len(alpha)} tokens: mean {alpha.mean():.4f}, '
+            f'p05 {lower_quantile(alpha):.4f}'
+        )
+    assert len(alpha) > 500
+    assert alpha.mean() > 0.97
 
 
 def test_kernels_that_do_not_take_the_heads_are_refused_before_anything_compiles(model):
