@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pallas_gpu import Operand, add_products, iota, kernel, layout_cast, load, product
 from pallas_kernels.sparse_prefill import blocked
 from pallas_kernels.sparse_prefill.selection import padded
+from pallas_kernels.sparse_prefill.selection_gpu import page_mask
 from pallas_kernels.sparse_prefill.tiles_gpu import (
     COLUMN,
     LOG2_E,
@@ -39,21 +40,9 @@ from pallas_kernels.sparse_prefill.tiles_gpu import (
     zeros,
 )
 
+__all__ = ('backward', 'forward', 'page_mask')
+
 _FAR_BELOW = -1e30  # stands for minus infinity where a difference of two is taken
-
-
-def page_mask(q_BTHA, landmark_BKNA, length_B, budget_BT, *, page_tokens, reserved_first, reserved_last, interpret):
-    """`blocked.page_mask`."""
-    del interpret
-    return blocked.page_mask(
-        q_BTHA,
-        landmark_BKNA,
-        length_B,
-        budget_BT,
-        page_tokens=page_tokens,
-        reserved_first=reserved_first,
-        reserved_last=reserved_last,
-    )
 
 
 def forward(q_BTHA, k_BTKA, v_BTKA, mask_BKWT, *, page_tokens, interpret):

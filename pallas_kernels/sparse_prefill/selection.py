@@ -53,9 +53,9 @@ def rivals(
         Two bool arrays over pages and queries, and a number for each query.
     """
     pages_T = lax.shift_right_arithmetic(position_T + page_tokens, page_tokens.bit_length() - 1)
-    exists_NT = page_N < pages_T
+    reserved_NT = (page_N < pages_T) & ((page_N < first) | (page_N >= pages_T - last))
     competes_NT = (page_N >= first) & (page_N < pages_T - last)
-    return exists_NT & ~competes_NT, competes_NT, jnp.maximum(pages_T - first - last, 0)
+    return reserved_NT, competes_NT, jnp.maximum(pages_T - first - last, 0)
 
 
 def contest(score_NT: jax.Array, competes_NT: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ def bisect(
 
     # Keys that equal the threshold of a query with too many: the first few of them win.
     tied_T = reach_T > wanted_T
-    room_T = wanted_T - count_reaching(threshold_T + tied_T.astype(jnp.int32))
+    room_T = wanted_T - count_reaching(threshold_T + jnp.where(tied_T, 1, 0))
     bits = pages.bit_length()
 
     def place(step, limit_T):
