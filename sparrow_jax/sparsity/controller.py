@@ -1,0 +1,230 @@
+"""The controller: budgets that follow the measured tail of alpha, inside the jitted sampling loop.
+
+A few probe sequences are scored by the dense policy while they are being sampled. Their alphas are counted per bin of
+cached length (`count`), and a bin's budget moves once its tail is known well enough (`move`). All of it is arithmetic on
+small arrays: no host, no compilation, the same on every shard.
+
+Arrays over bins have the suffix Z, cells of the histogram X, probe slots P.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparrow_jax.sparsity.mismatch import TAIL
+
+CELLS = 512  # of the histogram; one is 2.7% of 1 - alpha
+LEAST_GAP = 1e-6  # 1 - alpha below this counts as this
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """What the controller holds on to.
+
+    Attributes:
+        target: alpha that the 5th percentile of every bin is held at, exact scale.
+        bin_width_tokens: cached tokens of a bin.
+        min_count: measured tokens of a bin before its budget moves.
+        urgent_count: as few are enough to raise the budget of a bin that is under the target with confidence.
+        tolerance: distance of p05 from the target that moves nothing.
+        eta: slope of budget ~ (1 - p05)^-eta at a fixed length (Sparrow's tables: 1.2 to 1.9).
+        damping: share of the way that a move goes, at small distances.
+        confidence: standard errors, with sequences as clusters, that count as certain.
+        least_budget: pages.
+    """
+
+    target: float
+    bin_width_tokens: int
+    min_count: int
+    urgent_count: int
+    tolerance: float = 0.01
+    eta: float = 1.5
+    damping: float = 0.7
+    confidence: float = 2.0
+    least_budget: int = 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Counts:
+    """Measured tokens, all at the budgets in force; a change of a bin's budget empties the bin.
+
+    `open_*` belong to sequences that are still being sampled; `pairs_Z3` are sums over finished sequences of n n, n k
+    and k k, n being a sequence's tokens in the bin and k those below the target.
+    """
+
+    histogram_ZX: jax.Array  # int32 tokens, cells ascending in 1 - alpha
+    open_tokens_PZ: jax.Array  # int32
+    open_below_PZ: jax.Array  # int32
+    sequences_Z: jax.Array  # int32
+    tokens_Z: jax.Array  # int32
+    below_Z: jax.Array  # int32
+    pairs_Z3: jax.Array  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Controller:
+    """State of a run's controller; a checkpoint holds it."""
+
+    budget_Z: jax.Array  # float32 pages, ascending
+    moves_Z: jax.Array  # int32 times that each bin's budget was changed
+    counts: Counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tail:
+    """What is known of each bin's tail.
+
+    p05_Z by the rule "lower", to the lower edge of its cell; NaN without tokens. under_Z, over_Z: more, or fewer,
+    tokens than a twentieth are below the target, with confidence; both False for fewer than two sequences.
+    """
+
+    tokens_Z: jax.Array
+    p05_Z: jax.Array
+    under_Z: jax.Array
+    over_Z: jax.Array
+
+
+def start(budget_pages: np.ndarray | jax.Array, probes: int) -> Controller:
+    """A controller that begins with these budgets [bins], pages. probes: P, of all shards."""
+    budget_Z = lax.cummax(jnp.asarray(budget_pages, jnp.float32))
+    return Controller(budget_Z, jnp.zeros(budget_Z.shape, jnp.int32), _empty(budget_Z.shape[0], probes))
+
+
+def budgets(controller: Controller) -> jax.Array:
+    """int32 [bins], the form in which the sampler takes them; rounded up."""
+    return jnp.ceil(controller.budget_Z).astype(jnp.int32)
+
+
+def count(
+    controller: Controller,
+    control: Control,
+    alpha_PT: jax.Array,
+    length_PT: jax.Array,
+    measured_PT: jax.Array,
+    ended_P: jax.Array,
+) -> Controller:
+    """Adds a chunk of measured tokens.
+
+    Args:
+        alpha_PT: float32 acceptance of the probes' new tokens.
+        length_PT: int32 cached tokens when each was sampled.
+        measured_PT: bool; what other entries hold is never looked at.
+        ended_P: bool; sequences that end with this chunk, so that the slot's next tokens are another's.
+    """
+    old = controller.counts
+    bins, (P, T) = old.tokens_Z.shape[0], alpha_PT.shape
+    alpha_PT = jnp.where(measured_PT, alpha_PT, 1.0)
+    bin_PT = jnp.minimum(length_PT // control.bin_width_tokens, bins - 1)
+    bin_PT = jnp.where(measured_PT, bin_PT, bins)  # out of range: dropped
+    histogram_ZX = old.histogram_ZX.at[bin_PT, cell(alpha_PT)].add(1, mode='drop')
+    probe_PT = jnp.broadcast_to(jnp.arange(P)[:, None], (P, T))
+    tokens_PZ = old.open_tokens_PZ.at[probe_PT, bin_PT].add(1, mode='drop')
+    below_PT = (alpha_PT < control.target).astype(jnp.int32)
+    below_PZ = old.open_below_PZ.at[probe_PT, bin_PT].add(below_PT, mode='drop')
+    closed = _clusters(tokens_PZ * ended_P[:, None], below_PZ * ended_P[:, None])
+    counts = Counts(
+        histogram_ZX,
+        jnp.where(ended_P[:, None], 0, tokens_PZ),
+        jnp.where(ended_P[:, None], 0, below_PZ),
+        *(a + b for a, b in zip((old.sequences_Z, old.tokens_Z, old.below_Z, old.pairs_Z3), closed, strict=True)),
+    )
+    return dataclasses.replace(controller, counts=counts)
+
+
+def tail(counts: Counts, control: Control) -> Tail:
+    """What the counts say, with the standard error of the share below the target taken over whole sequences: tokens of
+    one sequence hang together.
+    """
+    tokens_Z = counts.histogram_ZX.sum(axis=1)
+    # Rank floor(0.05 (n - 1)) from the lowest alpha up, that is from the highest cell down.
+    rank_Z = jnp.floor(TAIL * jnp.maximum(tokens_Z - 1, 0)).astype(jnp.int32)
+    reach_ZX = jnp.cumsum(counts.histogram_ZX[:, ::-1], axis=1)
+    place_Z = CELLS - 1 - jnp.argmax(reach_ZX > rank_Z[:, None], axis=1)
+    p05_Z = jnp.where(tokens_Z > 0, 1 - jnp.asarray(_edges(), jnp.float32)[place_Z + 1], jnp.nan)
+
+    open_ = _clusters(counts.open_tokens_PZ, counts.open_below_PZ)
+    finished = counts.sequences_Z, counts.tokens_Z, counts.below_Z, counts.pairs_Z3
+    sequences_Z, all_Z, below_Z, pairs_Z3 = (a + b for a, b in zip(finished, open_, strict=True))
+    n_Z = jnp.maximum(all_Z, 1).astype(jnp.float32)
+    share_Z = below_Z / n_Z
+    nn_Z, nk_Z, kk_Z = jnp.moveaxis(pairs_Z3, -1, 0)
+    spread_Z = jnp.maximum(kk_Z - 2 * share_Z * nk_Z + share_Z**2 * nn_Z, 0) / n_Z**2
+    several_Z = sequences_Z > 1
+    error_Z = jnp.sqrt(spread_Z * sequences_Z / jnp.maximum(sequences_Z - 1, 1))
+    return Tail(
+        tokens_Z,
+        p05_Z,
+        under_Z=several_Z & (share_Z - control.confidence * error_Z > TAIL),
+        over_Z=several_Z & (share_Z + control.confidence * error_Z < TAIL),
+    )
+
+
+def move(controller: Controller, control: Control, most_Z: jax.Array) -> tuple[Controller, Tail]:
+    """Moves the budget of every bin whose tail is known well enough.
+
+    budget *= clip(((1 - p05) / (1 - target))^(damping eta), 1/2, 2). Down only once `min_count` tokens are there; up as
+    soon as `urgent_count` are and the bin is under its target with confidence. Budgets stay ascending in length, so a
+    bin that no sequence has reached has at least the budget of the one before. Bins whose budget in pages changes are
+    emptied: what was counted at another budget would push again.
+
+    Args:
+        most_Z: int32 pages that the longest sequence of each bin has; a budget of that many is dense.
+
+    Returns:
+        The controller, and the tail as it was before the move.
+    """
+    seen = tail(controller.counts, control)
+    gap_Z = jnp.maximum(1 - seen.p05_Z, LEAST_GAP) / (1 - control.target)
+    factor_Z = jnp.clip(gap_Z ** (control.eta * control.damping), 0.5, 2)
+    apart_Z = jnp.abs(seen.p05_Z - control.target) > control.tolerance
+    known_Z = (seen.tokens_Z >= control.min_count) & apart_Z
+    urgent_Z = (seen.tokens_Z >= control.urgent_count) & seen.under_Z & (factor_Z > 1)
+    budget_Z = jnp.where(known_Z | urgent_Z, controller.budget_Z * factor_Z, controller.budget_Z)
+    budget_Z = lax.cummax(jnp.clip(budget_Z, control.least_budget, most_Z.astype(jnp.float32)))
+    changed_Z = jnp.ceil(budget_Z) != jnp.ceil(controller.budget_Z)
+    fresh = _empty(budget_Z.shape[0], controller.counts.open_tokens_PZ.shape[0])
+
+    def emptied(fresh: jax.Array, old: jax.Array, axis: int) -> jax.Array:
+        return jnp.where(jnp.expand_dims(changed_Z, [a for a in range(old.ndim) if a != axis]), fresh, old)
+
+    fields = dataclasses.fields(Counts)
+    counts = Counts(
+        *(
+            emptied(getattr(fresh, field.name), getattr(controller.counts, field.name), int('_PZ' in field.name))
+            for field in fields
+        )
+    )
+    return Controller(budget_Z, controller.moves_Z + changed_Z, counts), seen
+
+
+def cell(alpha: jax.Array) -> jax.Array:
+    """The histogram's cell of each alpha: uniform in log(1 - alpha), the lowest alpha in the last."""
+    gap = jnp.clip(1 - alpha, LEAST_GAP, 1)
+    place = jnp.floor((jnp.log(gap) / -math.log(LEAST_GAP) + 1) * CELLS)
+    return jnp.clip(place, 0, CELLS - 1).astype(jnp.int32)
+
+
+def _edges() -> np.ndarray:
+    """1 - alpha at the edges of the cells, [CELLS + 1]."""
+    return LEAST_GAP ** (1 - np.arange(CELLS + 1) / CELLS)
+
+
+def _clusters(tokens_PZ: jax.Array, below_PZ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sequences, tokens, tokens below the target, and the three sums of products, each over the probes."""
+    n_PZ, k_PZ = tokens_PZ.astype(jnp.float32), below_PZ.astype(jnp.float32)
+    pairs_PZ3 = jnp.stack([n_PZ * n_PZ, n_PZ * k_PZ, k_PZ * k_PZ], axis=-1)
+    return (tokens_PZ > 0).sum(axis=0), tokens_PZ.sum(axis=0), below_PZ.sum(axis=0), pairs_PZ3.sum(axis=0)
+
+
+def _empty(bins: int, probes: int) -> Counts:
+    integers = jnp.zeros(bins, jnp.int32)
+    open_PZ = jnp.zeros((probes, bins), jnp.int32)
+    pairs_Z3 = jnp.zeros((bins, 3), jnp.float32)
+    return Counts(jnp.zeros((bins, CELLS), jnp.int32), open_PZ, open_PZ, integers, integers, integers, pairs_Z3)
