@@ -1,8 +1,8 @@
 """The controller: budgets that follow the measured tail of alpha, inside the jitted sampling loop.
 
 A few probe sequences are scored by the dense policy while they are being sampled. Their alphas are counted per bin of
-cached length (`count`), and a bin's budget moves once its tail is known well enough (`move`). All of it is arithmetic on
-small arrays: no host, no compilation, the same on every shard.
+cached length (`count`), and a bin's budget moves once its tail is known well enough (`move`). All of it is arithmetic
+on small arrays: no host, no compilation, the same on every shard.
 
 Arrays over bins have the suffix Z, cells of the histogram X, probe slots P.
 """
