@@ -5,9 +5,8 @@ policy of W's newest checkpoint, or the start weights where W holds no run. Resu
 to W/evaluation_samples.jsonl.
 """
 
-import json
-import math
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,7 +14,8 @@ from sparrow_jax import commands
 from sparrow_jax.assembly import assemble, policy_params
 from sparrow_jax.config import RunConfig
 from sparrow_jax.console import Console
-from sparrow_jax.evaluation import Evaluation, evaluate
+from sparrow_jax.evaluation import encode_held_out, evaluate
+from sparrow_jax.metrics import append_row
 from sparrow_jax.rollout.engine import Progress, Sampling
 from sparrow_jax.tasks.problems import load_problems
 from sparrow_jax.tasks.verifiers import Verifier
@@ -26,8 +26,7 @@ def evaluate_run(run: RunConfig, workdir: str) -> int:
     """Evaluates with both samplers; returns the exit code."""
     folder = results_folder(workdir)
     parts = assemble(run, trains=False)
-    held_out = load_problems(run.data, 'held_out')
-    problems = [held_out[i] for i in range(len(held_out))]
+    held_out = encode_held_out(parts, load_problems(run.data, 'held_out'))
     with Console() as console, Verifier(run.reward, run.data, prompt_opens_think=parts.encoder.opens_think) as verifier:
         console.status('reading weights')
         params, step = policy_params(parts, workdir)
@@ -46,39 +45,24 @@ def evaluate_run(run: RunConfig, workdir: str) -> int:
                 engine,
                 weights,
                 verifier,
-                problems,
+                held_out,
                 sampling=sampling,
                 samples=run.evaluate.samples,
                 on_progress=show,
             )
             rows[sampler] = outcome.metrics(parts, sampler, sampling.sparse)
             if jax.process_index() == 0:
-                _write(folder, step, sampler, outcome, rows[sampler])
+                _write(folder, {'step': step, 'sampler': sampler}, rows[sampler], outcome.rows(parts))
         console.finish('Evaluation', _table(run, parts.run.model.path, step, rows, folder))
     return 0
 
 
-def _write(folder: Path, step: int, sampler: str, outcome: Evaluation, metrics: dict[str, float]) -> None:
+def _write(folder: Path, origin: dict[str, Any], metrics: dict[str, float], answers: list[dict[str, Any]]) -> None:
     with open(folder / 'evaluation.jsonl', 'a', encoding='utf-8') as file:
-        # JSON knows no NaN: the KV share of answers of one token, say.
-        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        file.write(json.dumps({'step': step, 'sampler': sampler, **known}) + '\n')
+        append_row(file, origin | metrics)
     with open(folder / 'evaluation_samples.jsonl', 'a', encoding='utf-8') as file:
-        for i, (completion, score, response) in enumerate(
-            zip(outcome.completions, outcome.scores, outcome.responses, strict=True)
-        ):
-            problem = outcome.problems[i // outcome.samples]
-            row = {
-                'step': step,
-                'sampler': sampler,
-                'prompt': problem.question,
-                'completion': completion,
-                'answer': problem.answer,
-                'reward': score.reward,
-                'finish_reason': response.finish_reason,
-                'tokens': len(response.tokens),
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + '\n')
+        for answer in answers:
+            append_row(file, origin | answer)
 
 
 def _table(run: RunConfig, model: str, step: int, rows: dict[str, dict[str, float]], folder: Path) -> dict[str, str]:

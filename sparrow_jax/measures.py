@@ -1,8 +1,9 @@
-"""Numbers of a step, from what the rollout, the verifiers and the learner returned. Pure functions; names as in the
-metrics files.
+"""Numbers and answers of a step, from what the rollout, the verifiers and the learner returned. Pure functions; names
+as in the metrics and samples files.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,41 @@ from sparrow_jax.rollout.engine import Response
 from sparrow_jax.sparsity.cost import kv_read_fraction
 from sparrow_jax.sparsity.mismatch import TailSummary, lower_quantile, summarize
 from sparrow_jax.sparsity.schedules import Schedule
+from sparrow_jax.tasks.problems import Problem
 from sparrow_jax.tasks.verifiers import Score
 
 
+def answer_rows(
+    prompts: Sequence[str],
+    problems: Sequence[Problem],
+    completions: Sequence[str],
+    scores: Sequence[Score],
+    responses: Sequence[Response],
+) -> list[dict[str, Any]]:
+    """The rows of a samples file but for what says where they come from (step, sampler).
+
+    One entry an answer in every argument, in the same order; prompts and completions as the sampler read and wrote
+    them, special tokens included.
+    """
+    return [
+        {
+            'prompt': prompt,
+            'completion': completion,
+            'answer': problem.answer,
+            'reward': score.reward,
+            'finish_reason': response.finish_reason,
+            'tokens': len(response.tokens),
+        }
+        for prompt, problem, completion, score, response in zip(
+            prompts, problems, completions, scores, responses, strict=True
+        )
+    ]
+
+
 def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean, largest and smallest reward of a step's answers, the shares that are right and well formed, and how many
+    got no verdict.
+    """
     rewards = np.asarray([s.reward for s in scores])
     return {
         'critic/score/mean': float(rewards.mean()),
@@ -28,6 +60,7 @@ def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def length_metrics(prompt_tokens: Sequence[int], responses: Sequence[Response]) -> dict[str, float]:
+    """Tokens of prompts (of each response) and responses; `clip_ratio` is the share cut off at its limit."""
     lengths = np.asarray([len(r.tokens) for r in responses])
     return {
         'prompt_length/mean': float(np.mean(prompt_tokens)),

@@ -1,9 +1,8 @@
 """The numbers of a run: `metrics.jsonl`, `samples.jsonl` and TensorBoard events in the work directory.
 
-The training loop gives one mapping per step and some answers; `report.py` and a person's scripts read the files. The
-files are the record that a resumed run must reproduce: rows after the restored checkpoint are cut off at the start.
-Fields under `timing_s/`, `perf/` and `compile/` depend on the machine and its load, all others on the configuration
-alone.
+The training loop gives one mapping per step and some answers; a person's scripts read the files. They are the record
+that a resumed run must reproduce: rows after the restored checkpoint are cut off at the start. Fields under
+`timing_s/`, `perf/` and `compile/` depend on the machine and its load, all others on the configuration alone.
 """
 
 import json
@@ -11,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import numpy as np
@@ -21,7 +20,6 @@ from sparrow_jax.config import ConfigError
 from sparrow_jax.workdir import Workdir
 
 MACHINE_PREFIXES = ('timing_s/', 'perf/', 'compile/')
-SAMPLE_FIELDS = ('step', 'prompt', 'completion', 'answer', 'reward', 'finish_reason', 'tokens')
 
 
 class MetricsWriter:
@@ -64,21 +62,17 @@ class MetricsWriter:
         self._last_step = step
         if not self._primary:
             return
-        row = {name: _plain(name, value) for name, value in values.items()}
-        _append(self._metrics, {'step': step, **row})
+        row = append_row(self._metrics, {'step': step, **values})
+        del row['step']
         for name, value in row.items():
             if isinstance(value, int | float):
                 self._events.add_scalar(name, value, step)
         self._events.flush()
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends answers of a step: mappings with the SAMPLE_FIELDS, `step` aside; further fields are kept."""
-        for values in rows:
-            missing = [name for name in SAMPLE_FIELDS[1:] if name not in values]
-            if missing:
-                raise ValueError(f'sample without {missing[0]}')
-            if self._primary:
-                _append(self._samples, {'step': step} | {name: _plain(name, value) for name, value in values.items()})
+        """Appends answers of a step, from `measures.answer_rows`."""
+        for values in rows if self._primary else ():
+            append_row(self._samples, {'step': step, **values})
 
     def close(self) -> None:
         if self._primary:
@@ -91,6 +85,14 @@ class MetricsWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def append_row(file: TextIO, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes one JSON object as a line and flushes it; values as in `MetricsWriter.write`. Returns what was written."""
+    row = {name: _plain(name, value) for name, value in values.items()}
+    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + '\n')
+    file.flush()
+    return row
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -158,11 +160,6 @@ def _plain(name: str, value: Any) -> Any:
         return None
     # str of a float32 is the shortest text that gives it back: 0.1 instead of 0.10000000149011612.
     return float(str(np.float32(number))) if array.dtype == np.float32 else number
-
-
-def _append(file: Any, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + '\n')
-    file.flush()
 
 
 def _rows_with_ends(file: Path) -> list[tuple[dict[str, Any], int]]:

@@ -5,7 +5,6 @@ done again; `update` replaces the weights.
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,18 @@ from sparrow_jax.assembly import Parts
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
-from sparrow_jax.evaluation import evaluate, held_out_prompts
+from sparrow_jax.evaluation import HeldOut, encode_held_out, evaluate
 from sparrow_jax.learner.advantages import ADVANTAGES
 from sparrow_jax.learner.learner import Learner, LearnerState, Scores
 from sparrow_jax.learner.rows import Rows, Sample, micro_batches
-from sparrow_jax.measures import entropy_metric, length_metrics, mismatch_metrics, read_metrics, reward_metrics
+from sparrow_jax.measures import (
+    answer_rows,
+    entropy_metric,
+    length_metrics,
+    mismatch_metrics,
+    read_metrics,
+    reward_metrics,
+)
 from sparrow_jax.rollout.engine import Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.tasks.problems import Problem, load_problems
@@ -74,6 +80,7 @@ class Trainer:
         self.parts, self.run, self.verifier, self.console = parts, parts.run, verifier, console
         self.train_set = load_problems(self.run.data, 'train')
         self.held_out = load_problems(self.run.data, 'held_out')
+        self.held_out_prompts: HeldOut  # set by `check_data`, where the run evaluates
         self.engine = parts.engine()
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
@@ -126,13 +133,13 @@ class Trainer:
         self.state = self.learner.warm_up(self.state, keep_hidden=sorted(keep_hidden))
 
     def check_data(self) -> None:
-        """Says what is wrong with the data before minutes of compiling, not after."""
+        """Says what is wrong with the data before minutes of compiling, not after; encodes the held-out prompts."""
         if self.run.phase == 'supervised':
             self.worked_sample(0)
         else:
             take_prompts(self.train_set, self.parts.encoder, 0, 1, self.run.rollout.max_prompt_tokens)
         if self.run.evaluate.every_steps >= 0:
-            held_out_prompts(self.parts, self.held_out)
+            self.held_out_prompts = encode_held_out(self.parts, self.held_out)
 
     # ------------------------------------------------------------------ what a step does when
 
@@ -193,19 +200,10 @@ class Trainer:
         if self.floored(step):
             metrics['sparse/alpha_floor_p05'] = self.floor(step, weights, requests)
         metrics['perf/total_num_tokens'] = float(sum(s.tokens for s in samples))
-        answers = zip(requests, completions, repeated, scores, responses, strict=True)
-        rows = [
-            {
-                'prompt': self.parts.encoder.decode(q.prompt_ids),
-                'completion': text,
-                'answer': problem.answer,
-                'reward': score.reward,
-                'finish_reason': r.finish_reason,
-                'tokens': len(r.tokens),
-            }
-            for q, text, problem, score, r in itertools.islice(answers, self.run.log.samples_per_step)
-        ]
-        return Prepared(updates, [scores.logp_BT for _, scores in scored], metrics, rows)
+        shown = slice(self.run.log.samples_per_step)
+        prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in requests[shown]]
+        answers = answer_rows(prompt_texts, repeated[shown], completions[shown], scores[shown], responses[shown])
+        return Prepared(updates, [scores.logp_BT for _, scores in scored], metrics, answers)
 
     def prepare_supervised(self) -> 'Prepared':
         """A batch of worked solutions."""
@@ -333,7 +331,7 @@ class Trainer:
                 self.engine,
                 self.engine.weights(self.state.params),
                 self.verifier,
-                [self.held_out[i] for i in range(len(self.held_out))],
+                self.held_out_prompts,
                 sampling=self.evaluation_sampling(),
                 samples=self.run.evaluate.samples,
                 on_progress=self.show_progress('evaluating'),

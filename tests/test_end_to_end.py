@@ -111,6 +111,9 @@ def test_evaluate_writes_both_samplers_side_by_side(call, trained, capsys):
     assert 0.5 < sparse['sparse/kv_read_fraction'] < 1
     answers = [json.loads(line) for line in (trained / 'evaluation_samples.jsonl').read_text().splitlines()]
     assert len(answers) == 2 * 4 * 4
+    in_training = read_rows(trained / 'samples.jsonl')[0]
+    assert answers[0].keys() - {'sampler'} == in_training.keys()
+    assert answers[0]['prompt'].split('\n')[0] == in_training['prompt'].split('\n')[0]  # with the chat template
     for row in (dense, sparse):
         right = [answer['reward'] >= 0.7 for answer in answers if answer['sampler'] == row['sampler']]
         assert np.mean(right) == row[f'{row["sampler"]}/accuracy']
@@ -131,7 +134,7 @@ def test_generate_streams_the_answer_and_keeps_facts_apart(call, trained, capsys
     out, err = capsys.readouterr()
     assert len(out.strip()) > 20
     assert 'tokens/s' not in out
-    assert ' tokens/s, finish reason ' in err
+    assert ' tokens/s with reference kernels, finish reason ' in err
     assert '% of the dense KV bytes; policy after step 2\n' in err
     assert err.count('\n') == 1
     # Same prompt and seed: the same answer, but for the sampler.
