@@ -7,6 +7,8 @@ the cache, and the graph is run many times without waiting in between; the media
 bandwidth of the machine is measured in the same run, by a reduction over 8 GB; every time stands beside bytes over
 4.3 TB/s, the ceiling that attention reads reach on an H200, and as a share of that measured bandwidth. Peers
 (FlashInfer, torch) are measured by `pallas_kernels.peers` in a process of their own, where they are installed.
+sparse_prefill is a forward and a backward pass, bound by arithmetic; its peer is cuDNN's causal attention over all
+tokens, called through JAX, and its temporary memory is shown.
 `--rehearse` runs small shapes with the JAX definitions on any machine: it checks the program and says nothing about
 speed.
 """
@@ -14,6 +16,7 @@ speed.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import statistics
 import subprocess
@@ -33,6 +36,7 @@ from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import page_select
 from pallas_kernels.shapes import GRIDS, OPS, RESERVED_FIRST, RESERVED_LAST, Shape
 from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_prefill import sparse_prefill
 
 CEILING = 4.3e12  # bytes a second that attention reads reach on an H200
 LEAST_BANDWIDTH = 4.2e12  # a run that measures less on an H200 is not valid
@@ -173,6 +177,28 @@ def prepare(shape: Shape, inputs: Inputs, implementation: Implementation, most_c
         read = B * K * shape.pages * A * 2
         each = sets(lambda: (inputs.queries(shape), inputs.normal((B, K, shape.pages, A))), read)
         return Prepared(shape, choose_pages, (table, length, budget), each, read)
+    if shape.op == 'sparse_prefill':
+        budget = jnp.full((B, shape.cached_tokens), shape.read_pages - RESERVED_FIRST - RESERVED_LAST, jnp.int32)
+
+        def train(length, budget, *tokens):
+            def attend(q, k, v):
+                return sparse_prefill(
+                    q,
+                    k,
+                    v,
+                    length,
+                    budget,
+                    page_tokens=shape.page_tokens,
+                    reserved_first=RESERVED_FIRST,
+                    reserved_last=RESERVED_LAST,
+                    implementation=implementation,
+                )
+
+            return with_gradients(attend, *tokens)
+
+        q, do = (inputs.queries(shape, shape.cached_tokens) for _ in range(2))
+        k, v = (inputs.normal((B, shape.cached_tokens, K, A)) for _ in range(2))
+        return Prepared(shape, train, (length, budget), [(q, k, v, do)], sum(x.nbytes for x in (q, k, v, do)))
     assert shape.op == 'landmark_update'
 
     def write(step, table, position, write, k, v, pages, landmarks):
@@ -182,6 +208,23 @@ def prepare(shape: Shape, inputs: Inputs, implementation: Implementation, most_c
     fixed = (table, length - 1, jnp.ones(B, bool), token(), token())
     state = (inputs.normal(pages.shape), inputs.normal((B, K, shape.pages, A)))
     return Prepared(shape, write, fixed, [], B * K * page_bytes, state, steps=min(shape.page_tokens, most_calls))
+
+
+def with_gradients(attend: Callable[..., jax.Array], q, k, v, do) -> tuple[jax.Array, ...]:
+    """The result of an attention and the gradients of q, k and v."""
+    o, transposed = jax.vjp(attend, q, k, v)
+    return o, *transposed(do)
+
+
+def dense_peer(prepared: Prepared) -> dict[str, float]:
+    """Microseconds of cuDNN's attention over all tokens of a sparse_prefill."""
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation='cudnn')
+    try:
+        dense = dataclasses.replace(prepared, function=functools.partial(with_gradients, attend), fixed=())
+        return {'cuDNN dense': dense.compile().seconds() * 1e6}
+    except Exception as error:  # an installation without it
+        print(f'{prepared.shape.title}: {error!r}'[:300], file=sys.stderr)
+        return {}
 
 
 def measure(prepared: Prepared, bandwidth: float) -> dict[str, Any]:
@@ -195,6 +238,7 @@ def measure(prepared: Prepared, bandwidth: float) -> dict[str, Any]:
         'limit_us': prepared.bytes_read / CEILING * 1e6,
         'tb_s': rate / 1e12,
         'share_of_read_bandwidth': rate / bandwidth,
+        'temporary_mib': prepared.compiled.memory_analysis().temp_size_in_bytes / 2**20,
     }
 
 
@@ -221,7 +265,8 @@ def run_peers(shapes: Sequence[Shape]) -> dict[str, dict[str, float]]:
 
 def show(row: dict[str, Any], peer: dict[str, float]) -> str:
     what = Shape(**{field.name: row[field.name] for field in dataclasses.fields(Shape)}).title
-    beside = '  '.join(f'{name} {us:.1f} us ({us / row["us"]:.2f}x)' for name, us in peer.items())
+    memory = f'{row["temporary_mib"]:.0f} MiB temporary  ' if row['op'] == 'sparse_prefill' else ''
+    beside = memory + '  '.join(f'{name} {us:.1f} us ({us / row["us"]:.2f}x)' for name, us in peer.items())
     return (
         f'{what:<58} {row["us"]:>9.1f} us  limit {row["limit_us"]:>8.1f}  {row["tb_s"]:.2f} TB/s '
         f'({row["share_of_read_bandwidth"]:.2f})  {beside}'
@@ -263,6 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in compiled:
             row = measure(each, bandwidth)
             row['peers_us'] = peers.get(each.shape.title, {})
+            if each.shape.op == 'sparse_prefill' and not (options.no_peers or options.rehearse):
+                row['peers_us'] |= dense_peer(each)
             rows.append(row)
             print(show(row, row['peers_us']), flush=True)
         del inputs, prepared, compiled

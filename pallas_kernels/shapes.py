@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-OPS = ('sparse_decode', 'dense_decode', 'page_select', 'landmark_update')
+OPS = ('sparse_decode', 'dense_decode', 'page_select', 'landmark_update', 'sparse_prefill')
 RESERVED_FIRST, RESERVED_LAST = 1, 2
 
 
@@ -13,7 +13,7 @@ class Shape:
 
     Attributes:
         op: the operation.
-        sequences, cached_tokens: B, and the length of each sequence.
+        sequences, cached_tokens: B, and the length of each sequence; all tokens are queries of sparse_prefill.
         group, kv_heads, head_dim: G, K and A.
         page_tokens: C.
         read_pages: pages that a sparse layer reads, reserved ones included; 0 where all are.
@@ -57,15 +57,24 @@ def _grid(sequences, lengths, groups, pages) -> list[Shape]:
     return shapes
 
 
+def _prefill(sequences: int, lengths, pages) -> list[Shape]:
+    return [Shape('sparse_prefill', sequences, S, 2, read_pages=M) for S, M in itertools.product(lengths, pages)]
+
+
 GRIDS = {
-    'full': _grid((16, 32, 64), (8192, 16384, 32768), (2, 4, 5), (64, 256)),
+    'full': [
+        *_grid((16, 32, 64), (8192, 16384, 32768), (2, 4, 5), (64, 256)),
+        *_prefill(1, (8192, 16384, 32768), (64, 256)),
+    ],
     'short': [
         *_grid((16, 32), (16384,), (2,), (64, 256)),
         *_grid((32,), (32768,), (2, 5), (256,)),
         Shape('dense_decode', 4, 16384, 2, queries=256),
+        *_prefill(1, (8192, 16384), (64, 256)),
     ],
     'rehearsal': [
         *_grid((2,), (256,), (2,), (6,)),
         Shape('dense_decode', 2, 256, 2, queries=16),
+        *_prefill(2, (64,), (4,)),
     ],
 }

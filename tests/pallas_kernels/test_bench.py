@@ -23,7 +23,7 @@ def test_a_rehearsal_measures_every_operation_and_writes_what_it_shows(tmp_path,
 
 
 def test_bytes_are_those_that_have_to_be_read():
-    """2 sequences, 8 heads of 128, 2 bytes: 6 pages of 16 tokens, 16 pages, 16 landmarks."""
+    """2 sequences, 8 heads of 128, 2 bytes: 6 pages of 16 tokens, 16 pages, 16 landmarks, 64 tokens of 48 heads."""
     inputs = bench.Inputs(GRIDS['rehearsal'][0])
     read = {
         shape.op: bench.prepare(shape, inputs, bench.Implementation.REFERENCE, most_calls=1).bytes_read
@@ -36,6 +36,7 @@ def test_bytes_are_those_that_have_to_be_read():
         'dense_decode': 2 * 8 * 16 * page,
         'page_select': 2 * 8 * 16 * 128 * 2,
         'landmark_update': 2 * 8 * page,
+        'sparse_prefill': 2 * 64 * (16 + 8 + 8 + 16) * 128 * 2,
     }
 
 
