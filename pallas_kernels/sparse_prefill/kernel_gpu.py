@@ -45,6 +45,7 @@ __all__ = ('backward', 'forward', 'page_mask')
 _FAR_BELOW = -1e30  # stands for minus infinity where a difference of two is taken
 
 
+@functools.partial(jax.jit, static_argnames=('page_tokens', 'interpret'), inline=True)  # once for all layers
 def forward(q_BTHA, k_BTKA, v_BTKA, mask_BKWT, *, page_tokens, interpret):
     """`blocked.forward`."""
     if k_BTKA.dtype == jnp.float32:
@@ -65,6 +66,7 @@ def forward(q_BTHA, k_BTKA, v_BTKA, mask_BKWT, *, page_tokens, interpret):
     return o_BTHA[:, :T], lse_BHT[..., :T]
 
 
+@functools.partial(jax.jit, static_argnames=('page_tokens', 'interpret'), inline=True)  # once for all layers
 def backward(q_BTHA, k_BTKA, v_BTKA, mask_BKWT, lse_BHT, delta_BHT, do_BTHA, *, page_tokens, interpret):
     """`blocked.backward`."""
     if k_BTKA.dtype == jnp.float32:

@@ -22,6 +22,7 @@ from pallas_kernels.sparse_prefill import blocked
 from pallas_kernels.sparse_prefill.selection import WORD_PAGES, bisect, contest, mean_query, padded, rivals, wins
 from pallas_kernels.sparse_prefill.tiles_gpu import COLUMN, MATRIX, ROWS
 
+_STATIC = ('page_tokens', 'reserved_first', 'reserved_last', 'interpret')
 _TERMS = 3
 _STAGES = 2
 _TILES = WORD_PAGES // 2  # of a group: half of a word's pages are in other rows of the same tiles
@@ -30,6 +31,7 @@ _KEY_BYTES = 176 << 10  # shared memory for keys; what is left holds landmarks a
 _UNROLLED = 4  # tiles that are counted in at once
 
 
+@functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # once for all layers of a model
 def page_mask(q_BTHA, landmark_BKNA, length_B, budget_BT, *, page_tokens, reserved_first, reserved_last, interpret):
     """`blocked.page_mask`, which itself does what has no place on chip: float32, and rows of more than 5120 pages."""
     B, T, _, A = q_BTHA.shape
