@@ -109,7 +109,7 @@ def page_select(
     """`pallas_kernels.page_select.page_select` with checked arguments.
 
     TPU v5e and newer. On chip it holds the ring (`Blocks.buffer_bytes`), queries and page table whole, and keys of one
-    group; docs/kernels_tpu_select.md has the sizes. Chosen pages are those of the definition wherever scores differ by
+    group; docs/kernels_tpu.md has the sizes. Chosen pages are those of the definition wherever scores differ by
     more than the rounding of a float32 sum.
 
     Args:
