@@ -47,18 +47,31 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """Rows on the device, where they stay from scoring to the update.
+
+    Attributes:
+        rows: without the sampler's hidden states, which only scoring needs.
+        logp_old_BT: dense log-probs before the step's updates; None in supervised training, which uses none.
+        response_tokens: kept tokens, counted on the host.
+    """
+
+    rows: Rows
+    logp_old_BT: jax.Array | None
+    response_tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Prepared:
     """What one step's updates are made from.
 
     Attributes:
         updates: micro-batches of each optimizer update.
-        logp_old: dense log-probs of each micro-batch, in the same order; None in supervised training.
         metrics: of the step so far.
         answers: rows for samples.jsonl.
     """
 
-    updates: list[list[Rows]]
-    logp_old: list[jax.Array] | None
+    updates: list[list[MicroBatch]]
     metrics: dict[str, float]
     answers: list[dict]
 
@@ -168,7 +181,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ steps
 
-    def prepare_rl(self) -> 'Prepared':
+    def prepare_rl(self) -> Prepared:
         """Everything of a step of reinforcement learning up to the update: prompts, rollout, rewards, dense
         log-probs, advantages.
         """
@@ -183,8 +196,7 @@ class Trainer:
         rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
         advantages = np.asarray(self.advantages(rewards)).reshape(-1)
         samples = as_samples(requests, responses, advantages)
-        updates = self.make_updates(samples)
-        scored = self.score([rows for update in updates for rows in update])
+        updates, scored = self.score(self.make_updates(samples))
         prompt_tokens = [len(q.prompt_ids) for q in requests]
         metrics = {
             **reward_metrics(scores),
@@ -203,20 +215,23 @@ class Trainer:
         shown = slice(self.run.log.samples_per_step)
         prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in requests[shown]]
         answers = answer_rows(prompt_texts, repeated[shown], completions[shown], scores[shown], responses[shown])
-        return Prepared(updates, [scores.logp_BT for _, scores in scored], metrics, answers)
+        return Prepared(updates, metrics, answers)
 
-    def prepare_supervised(self) -> 'Prepared':
+    def prepare_supervised(self) -> Prepared:
         """A batch of worked solutions."""
         start = self.position.problem
         count = self.run.rollout.prompts_per_step
         samples = [self.worked_sample(position) for position in range(start, start + count)]
         self.position.problem += count
-        updates = self.make_updates(samples)
+        updates = [
+            [MicroBatch(self.learner.device(rows), None, rows.response_tokens) for rows in update]
+            for update in self.make_updates(samples)
+        ]
         metrics = {
             'perf/total_num_tokens': float(sum(s.tokens for s in samples)),
             'response_length/mean': float(np.mean([len(s.response_ids) for s in samples])),
         }
-        return Prepared(updates, None, metrics, [])
+        return Prepared(updates, metrics, [])
 
     def worked_sample(self, position: int) -> Sample:
         """The worked solution at a position of the training problems. Raises ConfigError if no row can hold it."""
@@ -268,15 +283,24 @@ class Trainer:
         size = len(samples) // updates
         return [micro_batches(samples[i * size : (i + 1) * size], self.learner.layout) for i in range(updates)]
 
-    def score(self, rows: list[Rows]) -> list[tuple[Rows, Scores]]:
-        """Dense log-probs of the sampled tokens (and acceptance, where hidden states were kept)."""
+    def score(self, updates: list[list[Rows]]) -> tuple[list[list[MicroBatch]], list[tuple[Rows, Scores]]]:
+        """Dense log-probs of the sampled tokens (and acceptance, where hidden states were kept): the micro-batches with
+        them, and every micro-batch's rows on the host beside its scores.
+        """
+        total = sum(map(len, updates))
+        scored: list[tuple[Rows, Scores]] = []
+
+        def score_one(rows: Rows) -> MicroBatch:
+            self.console.status('scoring', done=len(scored), total=total)
+            placed = self.learner.device(rows)
+            scores = self.learner.score(self.state.params, placed)
+            scored.append((rows, scores))
+            return MicroBatch(self.learner.without_hidden(placed), scores.logp_BT, rows.response_tokens)
+
         with self.timed('old_log_prob', 'scoring'):
-            scored = []
-            for i, one in enumerate(rows):
-                self.console.status('scoring', done=i, total=len(rows))
-                scored.append((one, self.learner.score(self.state.params, self.learner.device(one))))
+            batches = [[score_one(rows) for rows in update] for update in updates]
             jax.block_until_ready(scored[-1][1].logp_BT)
-        return scored
+        return batches, scored
 
     def mismatch(self, scored: list[tuple[Rows, Scores]]) -> dict[str, float]:
         config = self.run.mismatch
@@ -300,28 +324,26 @@ class Trainer:
             _, tail = mismatch_metrics(scored, self.run.mismatch.bin_width_tokens, self.run.mismatch.min_count)
         return tail.p05
 
-    def update(self, prepared: 'Prepared') -> dict[str, float]:
+    def update(self, prepared: Prepared) -> dict[str, float]:
         """The step's optimizer updates; metrics are means over them. Not to be interrupted: the old state is gone."""
         collected: list[dict[str, float]] = []
-        logp_old = iter(prepared.logp_old or [])
         with self.timed('update_actor', 'learning'):
             for update in prepared.updates:
-                batches = []
-                for rows in update:
-                    on_device = self.learner.device(dataclasses.replace(rows, hidden_BTD=rows.hidden_BTD[..., :0]))
-                    logp_old_BT = logp_reference_BT = next(logp_old, on_device.logp_actor_BT)
-                    if self.reference is not None:
-                        logp_reference_BT = self.learner.score(self.reference, on_device).logp_BT
-                    batches.append((on_device, logp_old_BT, logp_reference_BT))
-                tokens = sum(rows.response_tokens for rows in update)
-                self.state, metrics = self.learner.update(self.state, self.shown(batches), tokens)
+                tokens = sum(batch.response_tokens for batch in update)
+                self.state, metrics = self.learner.update(self.state, self.with_reference(update), tokens)
                 collected.append(metrics)
         return {name: float(np.mean([m[name] for m in collected])) for name in collected[0]}
 
-    def shown(self, batches: list) -> Iterator:
-        for i, batch in enumerate(batches):
-            self.console.status('learning', done=i, total=len(batches))
-            yield batch
+    def with_reference(self, update: list[MicroBatch]) -> Iterator[tuple[Rows, jax.Array, jax.Array]]:
+        """What `Learner.update` takes, one micro-batch at a time: the start policy's log-probs are made when needed."""
+        for i, batch in enumerate(update):
+            self.console.status('learning', done=i, total=len(update))
+            # A loss that does not use one of them takes any array of the shape.
+            logp_old_BT = batch.rows.logp_actor_BT if batch.logp_old_BT is None else batch.logp_old_BT
+            logp_reference_BT = logp_old_BT
+            if self.reference is not None:
+                logp_reference_BT = self.learner.score(self.reference, batch.rows).logp_BT
+            yield batch.rows, logp_old_BT, logp_reference_BT
 
     def evaluation(self) -> dict[str, float]:
         """Accuracy of the dense policy on the held-out problems."""

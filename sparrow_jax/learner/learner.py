@@ -131,6 +131,11 @@ class Learner:
         rows = dataclasses.replace(rows, hidden_BTD=rows.hidden_BTD.astype(self.hidden_dtype, copy=False))
         return jax.device_put(rows, meshes.batch_sharding(self.mesh))
 
+    def without_hidden(self, rows: Rows) -> Rows:
+        """Rows on the device that leave the sampler's hidden states behind: updates do not need them."""
+        empty_BT0 = np.zeros((*rows.token_BT.shape, 0), self.hidden_dtype)
+        return dataclasses.replace(rows, hidden_BTD=jax.device_put(empty_BT0, meshes.batch_sharding(self.mesh)))
+
     def score(self, params: nnx.State, rows: Rows) -> Scores:
         """Dense log-probs and entropy of every place; acceptance too when the rows carry the sampler's hidden
         states.
