@@ -1,8 +1,7 @@
 """Every field of a run, with its unit. A model file starts from `get_config` here and changes only what differs.
 
-Any field can be overridden on the command line: `--config.rollout.temperature=0.8`.
-Values derived from others (slots' pages, bins,
-micro-batches) are derived in `sparrow_jax.config`, never stored here.
+Any field can be overridden on the command line: `--config.rollout.temperature=0.8`. Values derived from others (pages
+of a sequence, tokens of a row) are derived in `sparrow_jax.config`, never stored here.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """A model of 0.8M parameters that learns to count bits: reinforcement learning in minutes on 2 CPU cores.
 
-    python -m sparrow_jax.train --config=configs/tiny.py --workdir=/tmp/tiny
+    python -m sparrow_jax.train --config=configs/tiny.py --workdir=runs/demo
 
 The start checkpoint in configs/tiny_start imitates a mixture of hasty and careful working (`sparrow_jax.tasks.worked`);
 greedy decoding follows the hasty majority, which guesses the last ten bits and is right on one problem in four.

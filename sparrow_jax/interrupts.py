@@ -11,8 +11,8 @@ class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt, held back inside `deferred`. A context manager, for the main
     thread.
 
-    A second signal while the first is held back is raised at once: the person means it. State is then half changed,
-        and `forced` says so.
+    A second signal while the first is held back is raised at once: the person means it. State is then half changed, and
+    `forced` says so.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """python -m sparrow_jax.train --config=configs/X.py[:args] [--config.field=value ...] --workdir=W
 
-The loop: prompts -> rollout (sparse sampler) -> rewards -> dense log-probs -> advantages -> policy update -> weights
-    to the sampler. Everything
-that a step computes is a function of (configuration, step, learner state, data position), so that a run killed at
-any moment repeats itself exactly from its last checkpoint.
+The loop: prompts -> rollout (sparse sampler) -> rewards -> dense log-probs -> advantages -> policy update -> weights to
+the sampler. Everything that a step computes is a function of (configuration, step, learner state, data position), so
+that a run killed at any moment repeats itself exactly from its last checkpoint.
 """
 
 import dataclasses

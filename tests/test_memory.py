@@ -58,7 +58,7 @@ def test_arrays_are_counted_by_their_layout():
     assert parts['parameters'] == 4 * count
     assert parts['optimizer'] == 8 * count
     assert parts['sampler weights'] == 2 * count
-    # pages [K, P, 2, C, A] of 3 layers in bfloat16, 16 pages for each of 8 slots; landmarks [S, K, N, A]
+    # pages [K, P, C, 2A] of 3 layers in bfloat16, 16 pages for each of 8 slots; landmarks [S, K, N, A]
     assert parts['rollout: KV pool'] == 3 * 2 * (8 * 16) * 2 * 16 * 16 * 2
     assert parts['rollout: landmarks'] == 3 * 8 * 2 * 16 * 16 * 2
     assert parts['rollout: hidden states'] == 8 * 192 * 64 * 2

@@ -2,8 +2,7 @@
 whole optimizer update, so that micro-batches and shards cannot change the result.
 
 Wherever a token is masked its inputs may hold anything, NaN and infinities included: they are replaced before any
-    exponential, because in JAX a
-masked infinity still poisons the gradient.
+exponential, because in JAX a masked infinity still poisons the gradient.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ sampler's hidden state of a response token all stand at the place that predicts 
 """
 
 import dataclasses
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,7 +81,7 @@ class RowLayout:
         return self.rows * (self.row_tokens // length)
 
 
-def micro_batches(samples: SequenceOf[Sample], layout: RowLayout) -> list[Rows]:
+def micro_batches(samples: Sequence[Sample], layout: RowLayout) -> list[Rows]:
     """All samples in as few micro-batches as first-fit by falling length gives. The order is a function of the
     lengths alone.
 
@@ -108,7 +108,7 @@ def empty_rows(layout: RowLayout, length: int, hidden_size: int, hidden_dtype) -
     return _fill([], layout.rows_of(length), length, np.zeros((0, hidden_size), hidden_dtype))
 
 
-def _first_fit(samples: SequenceOf[Sample], length: int) -> list[list[Sample]]:
+def _first_fit(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
     rows: list[list[Sample]] = []
     room: list[int] = []
     for sample in samples:
@@ -122,7 +122,7 @@ def _first_fit(samples: SequenceOf[Sample], length: int) -> list[list[Sample]]:
     return rows
 
 
-def _fill(rows: SequenceOf[SequenceOf[Sample]], count: int, length: int, hidden: np.ndarray | None) -> Rows:
+def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.ndarray | None) -> Rows:
     integers = lambda: np.zeros((count, length), np.int32)
     floats = lambda: np.zeros((count, length), np.float32)
     size, dtype = (hidden.shape[1], hidden.dtype) if hidden is not None else (0, np.dtype(np.float32))

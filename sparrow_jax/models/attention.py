@@ -1,9 +1,7 @@
-"""Dense causal attention over whole rows, for the learner and for prefill, from the libraries that do it best on
-each platform.
+"""Dense causal attention over whole rows, for the learner and for prefill: cuDNN's on GPUs, plain JAX elsewhere.
 
 Queries, keys and values come from a decoder layer; the result goes back to it. There is never a [T, T] mask for a
-whole row: the plain JAX path works on blocks of queries against the keys before them, and cuDNN and splash attention
-    mask inside their kernels.
+whole row: the plain JAX path works on blocks of queries against the keys before them, cuDNN masks inside its kernel.
 """
 
 import jax

@@ -44,14 +44,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def weight_sharding(mesh: Mesh, axes: tuple[str, ...], sizes: tuple[int, ...], rules: dict[str, Any]) -> NamedSharding:
     """The sharding of one weight by its logical axis names.
 
-    An axis that its mesh axis does not divide stays whole: KV heads are replicated where there are more tensor
-        shards than heads.
+    An axis that its mesh axis does not divide stays whole: KV heads are replicated where there are more tensor shards
+    than heads.
     """
     spec = []
     for name, size in zip(axes, sizes, strict=True):

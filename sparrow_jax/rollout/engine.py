@@ -57,6 +57,8 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
+    """How far a call of `generate` is: responses finished, of how many, and tokens sampled so far."""
+
     finished: int
     total: int
     tokens: int
@@ -242,6 +244,9 @@ class Engine:
         kernels = Implementation(asked)
         if unfit and kernels is not Implementation.REFERENCE:
             raise ConfigError(f'rollout.kernels={asked}: {unfit}; set it to reference or auto')
+        here = self.mesh.devices.flat[0].platform
+        if kernels.platform not in (None, here) and not kernels.interpreted:
+            raise ConfigError(f'rollout.kernels={asked}: this machine has a {here}; set it to auto or reference')
         return kernels, 'as configured'
 
     # ------------------------------------------------------------------ compiled functions

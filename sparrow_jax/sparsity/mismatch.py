@@ -1,6 +1,6 @@
 """How far the sparse sampler is from the dense policy, per token and in the tail.
 
-Distributions come from the learner's LM-head pass over kept hidden states (`learner.scores`); results go to the
+Distributions come from the learner's LM-head pass over kept hidden states (`learner.heads`); results go to the
 metrics `sparse/*`.
 """
 
