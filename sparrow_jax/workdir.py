@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from sparrow_jax.config import ConfigError, RunConfig, differing_fields, resolve, to_json
 from sparrow_jax.console import notice_once
+from sparrow_jax.json_files import read_object
 
 CONFIG_NAME = 'config.json'
 METRICS_NAME = 'metrics.jsonl'
@@ -127,7 +128,11 @@ class Workdir:
         stored = _stored_config(folder)
         if stored is None:
             raise ConfigError(f'--workdir={path}: no {CONFIG_NAME} there; give the folder of an earlier run')
-        return cls(folder, resumed=True, primary=True, lock=None), resolve(stored)
+        try:
+            run = resolve(stored)
+        except ConfigError as error:  # written by another version, or edited
+            raise ConfigError(f'{folder / CONFIG_NAME}: {error}') from error
+        return cls(folder, resumed=True, primary=True, lock=None), run
 
     def close(self) -> None:
         """Gives the lock back; the folder can be opened again."""
@@ -194,12 +199,9 @@ def _stored_config(folder: Path) -> Mapping[str, Any] | None:
     if not file.exists():
         return None
     try:
-        stored = json.loads(file.read_text(encoding='utf-8'))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f'{file}: cannot be read as a configuration ({error}); give another --workdir') from error
-    if not isinstance(stored, dict):
-        raise ConfigError(f'{file}: must hold a JSON object; give another --workdir')
-    return stored
+        return read_object(file)
+    except ConfigError as error:
+        raise ConfigError(f'{error}; give another --workdir') from error
 
 
 def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> bool:

@@ -152,5 +152,5 @@ def _open(path: pathlib.Path, modified_ns: int) -> gguf.GGUFReader:
     del modified_ns  # part of the cache's key: a rewritten file is read again
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f'{path}: cannot be read as a GGUF file ({error})') from error
+    except (ValueError, OSError, LookupError, MemoryError) as error:  # LookupError: its header is cut off
+        raise ConfigError(f'{path}: cannot be read as a GGUF file ({error}); the download may be incomplete') from error

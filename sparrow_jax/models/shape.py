@@ -7,6 +7,7 @@ written.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,10 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise ConfigError(f'factor={self.factor} of the rope scaling must be positive and finite')
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderShape(ShapeConfig):
@@ -57,6 +62,23 @@ class DecoderShape(ShapeConfig):
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError(f'model family {self.family!r}: must be one of {", ".join(FAMILIES)}')
+        for field in (
+            'vocab_size',
+            'd_model',
+            'layers',
+            'query_heads',
+            'kv_heads',
+            'head_dim',
+            'd_ff',
+            'max_positions',
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f'{field}={value!r}: must be a positive integer')
+        for field in ('rope_theta', 'norm_eps'):
+            value = getattr(self, field)
+            if not 0 < value < math.inf:
+                raise ConfigError(f'{field}={value!r}: must be positive and finite')
         if self.query_heads % self.kv_heads:
             raise ConfigError(f'{self.query_heads} query heads are not a multiple of {self.kv_heads} KV heads')
         if self.head_dim % 2:
@@ -106,10 +128,14 @@ class DecoderShape(ShapeConfig):
                 norm_eps=float(config.get('rms_norm_eps', 1e-6)),
                 tie_embeddings=bool(config.get('tie_word_embeddings', False)),
                 max_positions=config['max_position_embeddings'],
-                rope_scaling=_rope_scaling(rope, config['max_position_embeddings'], where),
+                rope_scaling=_rope_scaling(rope, config['max_position_embeddings']),
             )
         except KeyError as error:
             raise ConfigError(f'{where}: the field {error.args[0]!r} is missing') from error
+        except ConfigError as error:
+            raise ConfigError(f'{where}: {error}') from error
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise ConfigError(f'{where}: a field holds something else than it should ({error})') from error
 
     def to_hf_config(self) -> dict[str, Any]:
         """The config.json that transformers (4 and 5) opens as the same model; `from_hf_config` is its inverse."""
@@ -178,23 +204,19 @@ def rope_frequencies(shape: DecoderShape) -> tuple[np.ndarray, float]:
     return inverse.astype(np.float32), factor
 
 
-def _rope_scaling(rope: Mapping[str, Any], max_positions: int, where: str) -> RopeScaling | None:
+def _rope_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if kind == 'default':
         return None
     if kind not in ROPE_KINDS:
-        raise ConfigError(
-            f'{where}: rope type {kind!r} is not supported; it must be one of default, {", ".join(ROPE_KINDS)}'
-        )
+        raise ConfigError(f'rope type {kind!r} is not supported; it must be one of default, {", ".join(ROPE_KINDS)}')
     for key in ('mscale', 'mscale_all_dim'):
         if rope.get(key):
-            raise ConfigError(f'{where}: {key}={rope[key]!r} of the rope scaling is not supported')
+            raise ConfigError(f'{key}={rope[key]!r} of the rope scaling is not supported')
     if not rope.get('truncate', True):
-        raise ConfigError(f'{where}: truncate=False of the rope scaling is not supported')
+        raise ConfigError('truncate=False of the rope scaling is not supported')
     if rope.get('partial_rotary_factor', 1.0) != 1.0:
-        raise ConfigError(
-            f'{where}: partial_rotary_factor={rope["partial_rotary_factor"]!r} is not supported; only 1.0 is'
-        )
+        raise ConfigError(f'partial_rotary_factor={rope["partial_rotary_factor"]!r} is not supported; only 1.0 is')
     if kind == 'linear':
         return RopeScaling(kind, float(rope['factor']))
     original = rope.get('original_max_position_embeddings') or max_positions

@@ -19,6 +19,7 @@ import safetensors.numpy
 from flax import nnx
 
 from sparrow_jax.config import ConfigError
+from sparrow_jax.json_files import read_object
 from sparrow_jax.models import gguf
 from sparrow_jax.models.layout import Key, Tensor, hf_slots
 from sparrow_jax.models.shape import DecoderShape
@@ -158,7 +159,10 @@ def _existing(path: str | pathlib.Path) -> pathlib.Path:
 def _open_safetensors(folder: pathlib.Path) -> dict[str, Tensor]:
     index = folder / 'model.safetensors.index.json'
     if index.exists():
-        files = sorted({folder / name for name in _read_json(index)['weight_map'].values()})
+        listed = _read_json(index).get('weight_map')
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ConfigError(f'{index}: weight_map must say which file holds each tensor')
+        files = sorted({folder / name for name in listed.values()})
     else:
         files = sorted(folder.glob('*.safetensors'))
     if not files:
@@ -216,10 +220,7 @@ def _key(place: tuple[Any, ...]) -> Key:
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
     if not file.exists():
         raise ConfigError(f'{file}: missing; a checkpoint folder needs it')
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'{file}: is no JSON file ({error})') from error
+    return read_object(file)
 
 
 def _write_json(file: pathlib.Path, value: Mapping[str, Any]) -> None:

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
+from sparrow_jax.json_files import read_object
 
 EVERY_PAGE = 1 << 20  # a budget that no sequence reaches
+MOST = 1 << 30  # of a field: the device computes with int32, and budget and reserved pages are added up there
 FILE_FIELDS = (
     'page_tokens',
     'bin_width_tokens',
@@ -128,15 +130,7 @@ def _published(config: ScheduleConfig) -> dict[str, Any]:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f'schedule.path={path}: no such file')
-    try:
-        raw = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as error:  # also what is no text at all
-        raise ConfigError(f'schedule.path={path}: not JSON ({error})') from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f'schedule.path={path}: must hold one JSON object')
-    return raw
+    return read_object(path, f'schedule.path={path}')
 
 
 def _checked(kind: str, raw: Mapping[str, Any], name: str) -> Schedule:
@@ -147,6 +141,8 @@ def _checked(kind: str, raw: Mapping[str, Any], name: str) -> Schedule:
     def integer(field: str, value: Any, least: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f'{name}: {field}={value!r} must be an integer of at least {least}')
+        if value > MOST:
+            raise ConfigError(f'{name}: {field}={value!r} must be at most {MOST}')
         return value
 
     def integers(field: str, least: int) -> tuple[int, ...]:

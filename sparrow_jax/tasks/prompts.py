@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from sparrow_jax.config import ConfigError, DataConfig, TokenizerConfig
@@ -17,6 +16,7 @@ from sparrow_jax.tasks.problems import Problem, ProblemSet
 from sparrow_jax.tasks.tokenizer import end_ids, load_tokenizer
 
 _OPEN, _CLOSE = '<think>', '</think>'
+_PROBE = 'What is 271 + 828?'  # stands in no template
 
 
 class PromptEncoder:
@@ -57,6 +57,11 @@ class PromptEncoder:
         own = tokenizer.eos_token_id
         self.end_id = own if own in self.end_ids else self.end_ids[0]
         self.pad_id = self.end_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        if _PROBE not in self._render(_PROBE, generation=True):
+            raise ConfigError(
+                f'tokenizer.chat_template={tokenizer_config.chat_template!r}: the template leaves out what the user '
+                'says (messages[...].content)'
+            )
         # Only what the template itself adds counts: a problem may speak of thoughts, too.
         opening = self._render('0', generation=True).removeprefix(self._render('0', generation=False))
         self.opens_think = opening.rfind(_OPEN) > opening.rfind(_CLOSE)
@@ -108,7 +113,7 @@ class PromptEncoder:
                 add_generation_prompt=generation,
                 **self._config.template_options,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # jinja2's own, and what an expression of the template raises
             raise ConfigError(
                 f'tokenizer.chat_template={self._config.chat_template!r}: the template fails with '
                 f'tokenizer.template_options={dict(self._config.template_options)}: {error}'

@@ -4,7 +4,6 @@ Prompts (`tasks/prompts.py`) are encoded with them; the sampler stops at their e
 transformers' own reader of GGUF tokenizers wants it, so the byte-level BPE of such files is put together here.
 """
 
-import json
 import os
 import pathlib
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from sparrow_jax.config import ConfigError
+from sparrow_jax.json_files import read_object
 from sparrow_jax.models import gguf
 
 # How text is cut before the merges, by the name that GGUF files give the scheme (`tokenizer.ggml.pre`).
@@ -45,7 +45,12 @@ def load_tokenizer(path: str | pathlib.Path) -> transformers.PreTrainedTokenizer
         raise ConfigError(
             f'{path}: holds no tokenizer.json; set tokenizer.path to a folder that does, or to a .gguf file'
         )
-    return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    try:
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise what a broken file makes them trip over
+        raise ConfigError(
+            f'{path}: its tokenizer cannot be read ({type(error).__name__}: {error}); the download may be incomplete'
+        ) from error
 
 
 def end_ids(
@@ -87,9 +92,13 @@ def _stated_end_ids(path: pathlib.Path) -> list[int]:
         return [id_ for id_ in stated if id_ is not None]
     for name in ('generation_config.json', 'config.json'):
         if (path / name).exists():
-            value: Any = json.loads((path / name).read_text()).get('eos_token_id')
-            if value is not None:
-                return [value] if isinstance(value, int) else list(value)
+            value: Any = read_object(path / name).get('eos_token_id')
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in ids):
+                raise ConfigError(f'{path / name}: eos_token_id={value!r}: must be an id or a list of ids')
+            return ids
     return []
 
 

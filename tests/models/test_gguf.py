@@ -119,6 +119,10 @@ def test_other_files_and_architectures_are_refused(tmp_path):
     (tmp_path / 'no.gguf').write_bytes(b'not a gguf file, but long enough to hold a header of one')
     with pytest.raises(ConfigError, match='cannot be read as a GGUF file'):
         read_shape(tmp_path / 'no.gguf')
+    for i, cut_off in enumerate((b'GGUF', b'GGUF\x03\0\0\0' + b'\xff' * 40)):
+        (tmp_path / f'{i}.gguf').write_bytes(cut_off)
+        with pytest.raises(ConfigError, match=r'cannot be read as a GGUF file .*incomplete'):
+            read_shape(tmp_path / f'{i}.gguf')
     writer = gguf.GGUFWriter(tmp_path / 'other.gguf', 'mamba')
     writer.add_block_count(1)
     writer.write_header_to_file()

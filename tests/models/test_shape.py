@@ -56,12 +56,22 @@ def test_head_dim_and_kv_heads_follow_from_older_configs():
         ({'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0, 'truncate': False}}, 'truncate'),
         ({'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0, 'mscale': 1.0}}, 'mscale'),
         ({'rope_scaling': {'rope_type': 'llama3', 'factor': 2.0}}, 'low_freq_factor'),
-        ({'num_key_value_heads': 3}, 'KV heads'),
+        ({'num_key_value_heads': 3}, 'some/config.json: .* KV heads'),
+        ({'hidden_size': '128'}, "some/config.json: d_model='128': must be a positive integer"),
+        ({'hidden_size': None}, 'some/config.json: d_model=None'),
+        ({'num_hidden_layers': -1}, 'layers=-1: must be a positive integer'),
+        ({'num_attention_heads': 0}, 'query_heads=0: must be a positive integer'),
+        ({'num_attention_heads': [4]}, 'some/config.json'),
+        ({'max_position_embeddings': True}, 'max_positions=True'),
+        ({'rms_norm_eps': float('nan')}, 'norm_eps=nan: must be positive and finite'),
+        ({'rope_theta': 'x'}, 'some/config.json: a field holds something else'),
+        ({'rope_scaling': [1]}, 'some/config.json: a field holds something else'),
+        ({'rope_scaling': {'rope_type': 'linear', 'factor': 0}}, 'some/config.json: factor=0.0 of the rope scaling'),
     ],
 )
 def test_what_the_decoder_cannot_compute_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        DecoderShape.from_hf_config(golden_cases.CASES['qwen3_tied_g2'] | change)
+        DecoderShape.from_hf_config(golden_cases.CASES['qwen3_tied_g2'] | change, where='some/config.json')
 
 
 def test_a_missing_field_is_named():

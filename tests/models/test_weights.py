@@ -92,8 +92,23 @@ def test_no_checkpoint_at_the_path(tmp_path, untied_checkpoint):
     with pytest.raises(ConfigError, match='give the folder'):
         read_shape(untied_checkpoint[0] / 'model.safetensors')
     (tmp_path / 'config.json').write_text('{"model_type": ')
-    with pytest.raises(ConfigError, match='no JSON'):
+    with pytest.raises(ConfigError, match='not JSON'):
         read_shape(tmp_path)
+
+
+@pytest.mark.parametrize('text', [b'[]', b'\xe9', b'{"model_type": "qwen3"'])
+def test_a_broken_config_is_named(tmp_path, text):
+    (tmp_path / 'config.json').write_bytes(text)
+    with pytest.raises(ConfigError, match=r'config\.json: (not JSON|must hold one JSON object)'):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize('index', ['{}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_without_files_is_named(untied_checkpoint, index):
+    folder = untied_checkpoint[0]
+    (folder / 'model.safetensors.index.json').write_text(index)
+    with pytest.raises(ConfigError, match=r'index\.json: weight_map must say'):
+        load(folder)
 
 
 def test_a_tied_checkpoint_may_repeat_its_head_but_not_differ(tmp_path):

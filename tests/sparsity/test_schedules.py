@@ -24,6 +24,7 @@ ROLLOUT = RolloutConfig(
     prefill_rows=1,
     kernels='auto',
 )
+WHOLE_NUMBERS = ('bin_width_tokens', 'reserved_first_pages', 'reserved_last_pages')
 FIXED = ScheduleConfig('fixed', 64, '', 0.86, '', reserved_first_pages=1, reserved_last_pages=2, dense_layers=(0, 1))
 LAYERS = 28
 PUBLISHED = {
@@ -151,6 +152,7 @@ def test_another_page_size_than_the_cache_is_refused(tmp_path, changes):
         (b'{"page_tokens": 16,', 'not JSON (Expecting property name'),
         (b'\xff\xfe\x00', 'not JSON'),
         (b'', 'not JSON'),
+        (b'[' * 100_000, 'not JSON'),
         ([1, 2], 'must hold one JSON object'),
         *(
             ({k: v for k, v in GOOD_FILE.items() if k != field}, f'field {field} is missing')
@@ -165,6 +167,8 @@ def test_another_page_size_than_the_cache_is_refused(tmp_path, changes):
         ({**GOOD_FILE, 'reserved_last_pages': True}, 'reserved_last_pages=True must be an integer'),
         ({**GOOD_FILE, 'dense_layers': 1}, 'dense_layers=1 must be a list of integers'),
         ({**GOOD_FILE, 'dense_layers': [-1]}, 'dense_layers=-1 must be an integer of at least 0'),
+        *(({**GOOD_FILE, field: 10**12}, f'{field}=1000000000000 must be at most') for field in WHOLE_NUMBERS),
+        ({**GOOD_FILE, 'budget_pages': [10**12]}, 'budget_pages=1000000000000 must be at most'),
         ({**GOOD_FILE, 'budget_pages': []}, 'budget_pages is empty'),
         ({**GOOD_FILE, 'budget_pages': [29, None]}, 'budget_pages=None must be an integer of at least 0'),
         ({**GOOD_FILE, 'budget_pages': [29, -1]}, 'budget_pages=-1 must be an integer of at least 0'),

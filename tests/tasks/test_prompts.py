@@ -137,6 +137,13 @@ def test_templates_from_files_and_bad_ones(make_encoder, tmp_path):
     file.write_text("{{ raise_exception('no system role') }}")
     with pytest.raises(ConfigError, match='no system role'):
         make_encoder(chat_template=str(file))
+    file.write_text('{{ 1 / 0 }}')
+    with pytest.raises(ConfigError, match='division by zero'):
+        make_encoder(chat_template=str(file))
+    for forgetful in ('', 'Answer: ', "{{ messages[0]['contents'] }}"):
+        file.write_text(forgetful)
+        with pytest.raises(ConfigError, match='leaves out what the user says'):
+            make_encoder(chat_template=str(file))
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r'brings no chat template; set it to the path of a \.jinja file'):

@@ -159,3 +159,23 @@ def test_smollm2_ids():
     assert ids[:3] == [1, 9690, 198]
     assert ids[-8:] == [198, 6004, 2, 198, 1, 520, 9531, 198]
     assert end_ids(tokenizer, SMOLLM2) == (2,)
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json'])
+@pytest.mark.parametrize('text', ['{"version": ', '{}', '[]'])
+def test_a_broken_tokenizer_is_named(tmp_path, name, text):
+    folder = write_folder(tmp_path / 'folder', trained('smollm'))
+    (folder / name).write_text(text)
+    if (name, text) == ('tokenizer_config.json', '{}'):
+        load_tokenizer(folder)
+        return
+    with pytest.raises(ConfigError, match=rf'{folder}: its tokenizer cannot be read'):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize('text', ['{"eos_token_id": ', '[]', '{"eos_token_id": "x"}', '{"eos_token_id": [true]}'])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, text):
+    folder = write_folder(tmp_path / 'folder', trained('smollm'))
+    (folder / 'generation_config.json').write_text(text)
+    with pytest.raises(ConfigError, match=r'generation_config\.json: (not JSON|must hold|eos_token_id=)'):
+        end_ids(load_tokenizer(folder), folder)
