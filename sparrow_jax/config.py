@@ -8,6 +8,7 @@ alone is checked here, before any weight is read.
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,10 @@ from pallas_kernels.implementation import Implementation
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
 SCHEDULE_KINDS = ('dense', 'fixed', 'published', 'file')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
+INT32 = 2**31 - 1  # the device counts with int32
+MOST = {'seed': 2**63 - 1, 'data.seed': 2**63 - 1}
+MAY_BE_INFINITE = ('learner.tis_cap', 'learner.clip_high', 'optimizer.max_grad_norm')  # limits that then do nothing
+DAY_S = 86_400.0
 DTYPES = ('bfloat16', 'float32')
 LAYOUTS = ('auto', 'polaris', 'dapo_math', 'gsm8k', 'aime', 'amc', 'math500', 'problem_answer')
 
@@ -264,6 +269,10 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         value = float(value)
     if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
         raise ConfigError(f'{name}={value!r}: must be of type {kind.__name__}')
+    if kind is int and abs(value) > MOST.get(name, INT32):
+        raise ConfigError(f'{name}={value!r}: must be at most {MOST.get(name, INT32)}')
+    if kind is float and math.isinf(value) and name not in MAY_BE_INFINITE:
+        raise ConfigError(f'{name}={value!r}: must be finite')
     return value
 
 
@@ -419,13 +428,24 @@ def validate(run: RunConfig) -> None:
     one_of('data.answer_format', run.data.answer_format, ('boxed', 'tag'))
     try:
         options = json.loads(run.data.options or '{}')
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f'data.options={run.data.options!r}: must be a JSON object ({error})') from error
     need(isinstance(options, dict), 'data.options', run.data.options, 'must be a JSON object')
     need(run.reward.workers >= 1, 'reward.workers', run.reward.workers, 'must be at least 1')
-    need(run.reward.timeout_s > 0, 'reward.timeout_s', run.reward.timeout_s, 'must be positive')
+    timeout_s = run.reward.timeout_s
+    need(0 < timeout_s <= DAY_S, 'reward.timeout_s', timeout_s, f'must be positive, and at most a day ({DAY_S:.0f})')
+    for field in ('correct_threshold', 'format_bonus'):
+        value = getattr(run.reward, field)
+        need(math.isfinite(value), f'reward.{field}', value, 'must be a finite number')
     if run.reward.function:
-        need(':' in run.reward.function, 'reward.function', run.reward.function, "must be 'module:function'")
+        parts = run.reward.function.split(':')
+        names = [part.replace('.', '') for part in parts]
+        need(
+            len(parts) == 2 and all(name.isidentifier() for name in names) and not parts[0].startswith('.'),
+            'reward.function',
+            run.reward.function,
+            "must be 'module:function'",
+        )
     need(e.every_steps >= -1, 'evaluate.every_steps', e.every_steps, 'must be at least -1 (-1 = never)')
     need(e.samples >= 1, 'evaluate.samples', e.samples, 'must be at least 1')
     need(e.temperature >= 0, 'evaluate.temperature', e.temperature, 'must not be negative (0 = greedy)')

@@ -117,6 +117,21 @@ def test_derived_sizes():
             for size in (0, -2)
         ),
         ('log.samples_per_step', -1, 'must not be negative'),
+        ('data.options', '[' * 100_000, 'must be a JSON object'),
+        *((f'optimizer.{name}', float('inf'), 'must be finite') for name in ('learning_rate', 'eps', 'weight_decay')),
+        *((f'{name}.temperature', float('inf'), 'must be finite') for name in ('rollout', 'evaluate')),
+        ('learner.kl_coef', float('inf'), 'must be finite'),
+        ('reward.timeout_s', 1e300, 'at most a day'),
+        *((f'reward.{name}', float('nan'), 'must be a finite') for name in ('correct_threshold', 'format_bonus')),
+        *((f'reward.{name}', float('-inf'), 'must be finite') for name in ('correct_threshold', 'format_bonus')),
+        *(
+            ('reward.function', name, "must be 'module:function'")
+            for name in (':', 'rewards:', ':length', '.rewards:length', 'rewards:a:b', 'rewards.py:length ', 'a/b.py:f')
+        ),
+        ('steps', 2**31, 'must be at most 2147483647'),
+        ('schedule.budget_pages', 10**14, 'must be at most 2147483647'),
+        ('data.train_examples', 10**14, 'must be at most 2147483647'),
+        *((name, 10**20, 'must be at most 9223372036854775807') for name in ('seed', 'data.seed')),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(field, value, what):
@@ -189,6 +204,11 @@ def test_a_whole_number_serves_as_a_float():
     config['rollout']['temperature'] = 1
     temperature = resolve(config).rollout.temperature
     assert (temperature, type(temperature)) == (1.0, float)
+
+
+def test_limits_may_be_infinite_and_seeds_large():
+    limits = {name: float('inf') for name in ('learner.tis_cap', 'learner.clip_high', 'optimizer.max_grad_norm')}
+    resolve(change(make_config(), {**limits, 'seed': 1_700_000_000_000, 'data.seed': -5}))
 
 
 def test_unknown_and_missing_fields():
