@@ -100,7 +100,7 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 values = json.loads(line)
             except UnicodeDecodeError as error:
                 raise ConfigError(f'{where}: not UTF-8 text ({error.reason})') from error
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
                 raise ConfigError(f'{where}: not valid JSON ({error})') from error
             if not isinstance(values, dict):
                 raise ConfigError(f'{where}: must be a JSON object, not {type(values).__name__}')

@@ -24,6 +24,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from sparrow_jax.config import ConfigError, DataConfig
+from sparrow_jax.json_files import read_object
 from sparrow_jax.tasks import files, generated
 from sparrow_jax.tasks.generated import TASK_PREFIX
 
@@ -151,9 +152,17 @@ def load_problems(data: DataConfig, split: str) -> ProblemSet:
     folder = pathlib.Path(data.cache_dir).expanduser() / f'{name}-{digest}'
     if not (folder / _SUMMARY).exists():
         _prepare(data, key, folder)
-    summary = json.loads((folder / _SUMMARY).read_text())
-    source = tfds.builder_from_directory(folder).as_data_source(split=split) if summary['problems'][split] else []
-    return ProblemSet(source, data.seed, summary['fingerprint'])
+    try:
+        summary = read_object(folder / _SUMMARY)
+        source = tfds.builder_from_directory(folder).as_data_source(split=split) if summary['problems'][split] else []
+        problems = ProblemSet(source, data.seed, summary['fingerprint'])
+        for index in {0, len(problems) - 1} if len(problems) else ():
+            problems[index]  # a file that is gone or cut off shows at the first record that is read
+    except Exception as error:  # tfds and array_record raise what a broken file makes them trip over
+        raise ConfigError(
+            f'{folder}: the prepared data is broken ({error}); remove the folder, it is made again'
+        ) from error
+    return problems
 
 
 def _key(data: DataConfig) -> dict[str, Any]:

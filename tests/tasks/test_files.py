@@ -60,6 +60,7 @@ GOOD = '{"problem": "1 + 1?", "answer": "2"}'
         ('{"problem": "1 + 2?", ', 'p.jsonl:3: not valid JSON'),
         ('[1, 2]', 'p.jsonl:3: must be a JSON object'),
         ('[' * 100_000, 'p.jsonl:3: not valid JSON'),
+        ('{"problem": "2?", "answer": ' + '9' * 5000 + '}', 'p.jsonl:3: not valid JSON'),
         ('{"problem": "2?"}', 'p.jsonl:3: no column answer'),
         ('{"question_text": "2?", "answer": "2"}', 'p.jsonl:3: no column problem'),
         ('{"problem": "  ", "answer": "2"}', "p.jsonl:3: 'problem' must"),

@@ -206,6 +206,23 @@ def test_changed_file_is_prepared_again(data_config, tmp_path):
     assert len(load_problems(data, 'held_out')) == 0
 
 
+@pytest.mark.parametrize('name', ['prepared.json', 'dataset_info.json', '*train*'])
+@pytest.mark.parametrize('kept_bytes', [0, 20, None])
+def test_broken_prepared_data_is_named(data_config, name, kept_bytes):
+    data = data_config(train_examples=5, eval_examples=1)
+    load_problems(data, 'train')
+    [folder] = pathlib.Path(data.cache_dir).iterdir()
+    [file] = folder.glob(name)
+    if kept_bytes is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:kept_bytes])
+    if (name, kept_bytes) == ('prepared.json', None):
+        return  # the folder of an interrupted copy
+    with pytest.raises(ConfigError, match=rf'{folder}: the prepared data is broken'):
+        load_problems(data, 'train')
+
+
 def test_order_is_kept_over_many_rows(data_config, tmp_path):
     path = tmp_path / 'p.jsonl'
     path.write_text(''.join(f'{{"problem": "number {i} é", "answer": "{i}"}}\n' for i in range(3000)))
