@@ -7,6 +7,7 @@ every answer by them.
 import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import logging
 import math
@@ -127,11 +128,18 @@ def load_function(name: str) -> Callable[[Mapping[str, Any], str], float]:
     except ModuleNotFoundError as error:
         # The module itself, or one that it imports.
         raise ConfigError(f'{field}: {error}; it must be importable from where the command runs') from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f'{field}: importing {module_name} failed:\n{traceback.format_exc()}') from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f'{field}: {module_name} ({module.__file__}) has no function {function_name!r}')
+        where = getattr(module, '__file__', None) or 'no file'
+        raise ConfigError(f'{field}: {module_name} ({where}) has no function {function_name!r}')
+    try:
+        inspect.signature(function).bind({}, '')
+    except TypeError as error:
+        raise ConfigError(f'{field}: is called as {function_name}(problem, completion): {error}') from error
+    except ValueError:  # a function of C that tells nothing about its arguments
+        pass
     return function
 
 
@@ -142,13 +150,13 @@ def judge_function(
     where = f'reward.function={name!r}, problem {problem["index"]} ({problem["question"][:80]!r})'
     try:
         value = function(problem, completion)
-    except Exception:
+    except (Exception, SystemExit):
         return Failure(f'{where}: raised\n{traceback.format_exc()}', mendable=True)
     try:
         if isinstance(value, str):
             raise TypeError
         value = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # its __float__ may raise anything
         return Failure(f'{where}: returned {value!r:.200}; it must return a number', mendable=True)
     if not math.isfinite(value):
         return Failure(f'{where}: returned {value}; it must return a finite number', mendable=True)

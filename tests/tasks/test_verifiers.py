@@ -203,10 +203,15 @@ def test_user_function(module, reward_config, data_config):
         ('my_rewards:g', 'my_rewards .* has no function .g.'),
         ('my_rewards:constant', 'has no function'),
         ('broken_rewards:f', '(?s)importing broken_rewards failed.*ValueError: broken at import'),
+        ('leaving_rewards:f', '(?s)importing leaving_rewards failed.*SystemExit: 3'),
+        ('math:nosuch', r'math \(.*\) has no function'),
+        ('sys:nosuch', r'sys \(no file\) has no function'),
+        ('my_rewards:one_argument', r'is called as one_argument\(problem, completion\): too many positional arguments'),
     ],
 )
 def test_function_that_cannot_be_imported_is_an_error_at_the_start(module, reward_config, data_config, function, error):
-    module('constant = 3\ndef f(problem, completion):\n    return 1.0\n')
+    module('constant = 3\ndef f(problem, completion):\n    return 1.0\ndef one_argument(completion):\n    return 1.0\n')
+    module('import sys\nsys.exit(3)\n', 'leaving_rewards')
     module("raise ValueError('broken at import')\n", 'broken_rewards')
     with pytest.raises(ConfigError, match=error):
         Verifier(reward_config(function=function), data_config())
@@ -220,6 +225,8 @@ def test_function_that_cannot_be_imported_is_an_error_at_the_start(module, rewar
         ('inf', 'returned inf; it must return a finite number'),
         ('none', 'returned None; it must return a number'),
         ('text', "returned '1'; it must return a number"),
+        ('huge', 'returned 1000.*; it must return a number'),
+        ('exit', r"(?s)problem 0 \('What is 2 \+ 2\?'\): raised.*in f.*SystemExit"),
     ],
 )
 def test_errors_of_a_user_function(module, reward_config, data_config, completion, error):
@@ -227,6 +234,10 @@ def test_errors_of_a_user_function(module, reward_config, data_config, completio
         def f(problem, completion):
             if completion == 'raise':
                 return 1 / 0
+            if completion == 'exit':
+                raise SystemExit(3)
+            if completion == 'huge':
+                return 10**400
             return {'nan': float('nan'), 'inf': float('inf'), 'none': None, 'text': '1', 'good': True}[completion]
     """)
     with Verifier(reward_config(function=f'{name}:f'), data_config()) as verifier:
