@@ -31,7 +31,9 @@ from sparrow_jax.rollout.pool import Pool, Request, Row
 from sparrow_jax.rollout.sampling import sample_keys
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 
+KEY_BLOCK = 64  # sample keys made by one call
 SHARDED = PartitionSpec(meshes.BATCH_AXES)
+_POOL = PartitionSpec(None, meshes.BATCH_AXES)  # pages are split over shards along P
 WHOLE = PartitionSpec()
 
 
@@ -137,7 +139,8 @@ class Engine:
 
         Matrices are in the compute dtype, norm scales in float32.
         """
-        if ('weights',) not in self._functions:
+
+        def build() -> Callable[[nnx.State], nnx.State]:
             shardings = jax.tree.map(
                 lambda array, axes: meshes.weight_sharding(self.mesh, axes, array.shape, meshes.SAMPLER_RULES),
                 nnx.to_pure_dict(params),
@@ -145,8 +148,9 @@ class Engine:
             )
             out = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(shardings))
             cast = lambda x: x.astype(self.dtype) if x.ndim > 1 else x
-            self._functions[('weights',)] = jax.jit(lambda p: jax.tree.map(cast, p), out_shardings=out)
-        return self._functions[('weights',)](params)
+            return jax.jit(lambda p: jax.tree.map(cast, p), out_shardings=out)
+
+        return self._compiled(('weights',), build)(params)
 
     def warm_up(
         self, weights: nnx.State, samplings: Sequence[Sampling], on_compile: Callable[[str], None] | None = None
@@ -200,35 +204,23 @@ class Engine:
         pool = Pool(self.shards, self.slots_per_shard, self.pool_pages)
         responses: dict[int, Response] = {}
         streamed: dict[int, int] = {}
-        tokens_done = 0
         while waiting or pool.running:
             for rows in self._admissions(waiting, requests, keys, pool):
                 longest = max(len(row.request.prompt_ids) for shard in rows for row in shard)
                 length = next(n for n in self.prefill_lengths if n >= longest)
                 cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(rows, length), values)
             cache, slots = run_segment(weights, cache, slots, values)
-            active_B, count_B = np.asarray(slots.active_B), np.asarray(slots.count_B)
-            finished = [slot for slot in pool.running if not active_B[slot]]
-            if finished or on_tokens:
-                tokens_BT = np.asarray(slots.tokens_BT)
+            count_B = np.asarray(slots.count_B)
             if on_tokens:
+                tokens_BT = np.asarray(slots.tokens_BT)
                 for slot, row in pool.running.items():
                     on_tokens(row.index, tokens_BT[slot, streamed.get(row.index, 0) : count_B[slot]])
                     streamed[row.index] = int(count_B[slot])
-            if finished:
-                logp_BT, pages_BT = np.asarray(slots.logp_BT), np.asarray(slots.pages_read_BT)
-                stopped_B = np.asarray(slots.stopped_B)
-            for slot in finished:
-                row, n = pool.release(slot), int(count_B[slot])
-                hidden = np.asarray(self._row(slots.hidden_BTD, slot))[:n] if sampling.keep_hidden else None
-                reason = 'stop' if stopped_B[slot] else 'length'
-                responses[row.index] = Response(
-                    tokens_BT[slot, :n].copy(), logp_BT[slot, :n].copy(), pages_BT[slot, :n].copy(), hidden, reason
-                )
-                tokens_done += n
+            responses |= self._harvest(slots, pool)
             if on_progress:
-                running = sum(int(count_B[slot]) for slot in pool.running)
-                on_progress(Progress(len(responses), len(requests), tokens_done + running))
+                tokens = sum(len(response.tokens) for response in responses.values())
+                tokens += sum(int(count_B[slot]) for slot in pool.running)
+                on_progress(Progress(len(responses), len(requests), tokens))
         return [responses[i] for i in range(len(requests))]
 
     def _kernels(self) -> tuple[Implementation, str]:
@@ -376,6 +368,26 @@ class Engine:
                 return
             yield rows
 
+    def _harvest(self, slots: Slots, pool: Pool) -> dict[int, Response]:
+        """The responses of the slots that have finished, by request index; gives slots and pages back."""
+        active_B = np.asarray(slots.active_B)
+        finished = [slot for slot in pool.running if not active_B[slot]]
+        if not finished:
+            return {}
+        count_B, stopped_B = np.asarray(slots.count_B), np.asarray(slots.stopped_B)
+        tokens_BT, logp_BT, pages_BT = map(np.asarray, (slots.tokens_BT, slots.logp_BT, slots.pages_read_BT))
+        responses = {}
+        for slot in finished:
+            n = int(count_B[slot])
+            responses[pool.release(slot).index] = Response(
+                tokens=tokens_BT[slot, :n].copy(),
+                logp=logp_BT[slot, :n].copy(),
+                pages_read=pages_BT[slot, :n].copy(),
+                hidden=np.asarray(self._row(slots.hidden_BTD, slot))[:n] if slots.hidden_BTD.shape[2] else None,
+                finish_reason='stop' if stopped_B[slot] else 'length',
+            )
+        return responses
+
     def _prompt_arrays(self, rows: list[list[Row]], length: int) -> Prompts:
         R, N = self.rows_per_shard * self.shards, self.pages_per_sequence
         tokens_RT, length_R = np.zeros((R, length), np.int32), np.ones(R, np.int32)
@@ -394,10 +406,6 @@ class Engine:
             (tokens_RT, length_R, slot_R, table_RN, limit_R, key_R2), NamedSharding(self.mesh, SHARDED)
         )
         return Prompts(*arrays)
-
-
-KEY_BLOCK = 64  # sample keys made by one call
-_POOL = PartitionSpec(None, meshes.BATCH_AXES)  # pages are split over shards along P
 
 
 def _prefill_lengths(longest: int, page_tokens: int) -> tuple[int, ...]:

@@ -94,6 +94,12 @@ def test_kernels_that_do_not_take_the_heads_are_refused_before_anything_compiles
         Sampler(model, kernels='mosaic_tpu')
 
 
+@pytest.mark.parametrize('name', ['mosaic_gpu', 'mosaic_tpu'])
+def test_kernels_of_another_machine_are_refused_before_anything_compiles(model, name):
+    with pytest.raises(ConfigError, match=rf'rollout.kernels={name}: this machine has a cpu; set it to auto'):
+        Sampler(model, shape=WIDE_SHAPE, kernels=name)
+
+
 def test_auto_says_why_there_are_no_kernels(model):
     engine = Sampler(model).engine
     assert engine.kernels is Implementation.REFERENCE
