@@ -2,7 +2,7 @@
 
 The commands call it with the numbers they also give to `metrics.py`; nothing is computed here that is not shown. On a
 terminal the live line is drawn over itself and the table fits the width; elsewhere (a file, a pipe, a job's log)
-every message is one plain line without control codes. Model output is shown with its control characters replaced.
+every message is one plain line without control codes. Control characters in what is shown are replaced.
 """
 
 import dataclasses
@@ -180,17 +180,6 @@ class Console:
         line.stylize('bold green', step_cells, step_cells + 2 + self._widths(shown)[1] if shown else step_cells)
         self._out.print(line, no_wrap=True, crop=True)
 
-    def sample(self, prompt: str, completion: str, note: str = '', lines: int = 6) -> None:
-        """Shows one answer of the model, its first and last lines; off a terminal nothing (samples.jsonl has them)."""
-        if not self.live:
-            return
-        self._out.print(Text(f'  ┌ {note}' if self._unicode else f'  | {note}', style='dim'), no_wrap=True, crop=True)
-        edge = '  │ ' if self._unicode else '  | '
-        for style, text in (('dim', prompt), ('', completion)):
-            for line in _shorten(text, lines, self._out.width - len(edge)):
-                self._out.print(Text.assemble((edge, 'dim'), (line, style)), no_wrap=True, crop=True)
-        self._rows_since_header = _HEADER_EVERY_ROWS
-
     # At any time
 
     def message(self, text: str) -> None:
@@ -359,15 +348,5 @@ def _format(value: Any, form: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text without control characters, which a model's answer may hold and a terminal would obey."""
+    """Text without control characters, which a name or a model's answer may hold and a terminal would obey."""
     return ''.join(c if c.isprintable() or c in '\n\t' else '·' for c in text)
-
-
-def _shorten(text: str, lines: int, width: int) -> list[str]:
-    """At most `lines` lines of at most `width` characters: the first ones and the last ones."""
-    width = max(width, 10)
-    cut = [raw[i : i + width] for raw in _printable(text).splitlines() for i in range(0, max(len(raw), 1), width)]
-    if len(cut) <= lines:
-        return cut
-    head = lines // 2
-    return [*cut[:head], f'... {len(cut) - lines + 1} lines ...', *cut[len(cut) - (lines - head - 1) :]]

@@ -53,7 +53,6 @@ def test_off_a_terminal_each_step_is_one_plain_line():
         console.begin_step(7)
         console.status('sampling', '1,000 tok/s', done=1, total=2)
         console.row(7, METRICS)
-        console.sample('prompt', 'completion')
         console.warn('careful')
     assert out.getvalue() == (
         'train\n'
@@ -118,15 +117,13 @@ def test_the_live_line_shows_progress_and_never_reaches_the_last_cell(monkeypatc
     assert all(line.cell_len <= 19 for line in seen[2:])
 
 
-def test_what_a_model_writes_cannot_command_the_terminal(monkeypatch):
-    evil = 'a\x1b[2Jb\rc\x9bd [red]e[/red]\n' + '\n'.join(str(i) for i in range(50))
-    raw, lines = show(80, monkeypatch, lambda c: c.sample('p', evil, 'reward 1.0'))
+def test_no_message_can_command_the_terminal(monkeypatch):
+    evil = 'a\x1b[2Jb\rc\x9bd [red]e[/red]'
+    raw, lines = show(80, monkeypatch, lambda c: c.message(evil))
     assert '\x1b[2J' not in raw
     assert '\x9b' not in raw
     assert '\r' not in raw
-    assert '  │ a·[2Jb·c·d [red]e[/red]' in lines
-    assert lines[-1] == '  │ 49'
-    assert len(lines) == 1 + 1 + 6
+    assert lines == ['a·[2Jb·c·d [red]e[/red]']
 
 
 def test_a_notice_is_given_once_whoever_gives_it(capsys):
