@@ -7,6 +7,7 @@ that a run killed at any moment repeats itself exactly from its last checkpoint.
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 import jax
 
@@ -61,13 +62,7 @@ def _steps(
     workdir: Workdir,
 ) -> int:
     run, console, position = trainer.run, trainer.console, trainer.position
-    updates, schedule = run.steps * run.learner.updates_per_step, run.optimizer
-    if schedule.decay_steps and updates > schedule.warmup_steps + schedule.decay_steps:
-        last = schedule.warmup_steps + schedule.decay_steps
-        console.warn(
-            f'optimizer.decay_steps={schedule.decay_steps}: the learning rate is 0 after update {last} of {updates}; '
-            'a longer run in a new workdir needs more'
-        )
+    _warn_of_rate_zero(run, console)
     if position.step >= run.steps:
         console.message(f'this run has all of its {run.steps} steps; raise --config.steps to go on')
         return 0
@@ -96,13 +91,7 @@ def _steps(
             if trainer.evaluated(position.step):
                 metrics.update(trainer.evaluation())
                 last_accuracy = metrics['val/accuracy']
-            seconds = time.perf_counter() - began
-            metrics.update(trainer.timings)
-            metrics['timing_s/step'] = seconds
-            generating = trainer.timings.get('timing_s/gen', seconds)
-            metrics['perf/throughput'] = metrics['perf/total_num_tokens'] / seconds / len(jax.devices())
-            metrics['perf/rollout_tokens_per_s'] = metrics['response_length/mean'] * _responses(run) / generating
-            metrics.update(compiles.take())
+            metrics.update(_speed(trainer, metrics, time.perf_counter() - began), **compiles.take())
             writer.write(position.step, metrics)
             writer.write_samples(position.step, prepared.answers)
             console.row(position.step, metrics)
@@ -116,8 +105,28 @@ def _steps(
     return 0
 
 
-def _responses(run: RunConfig) -> int:
-    return run.rollout.prompts_per_step * (run.rollout.samples_per_prompt if run.phase == 'rl' else 1)
+def _warn_of_rate_zero(run: RunConfig, console: Console) -> None:
+    updates, schedule = run.steps * run.learner.updates_per_step, run.optimizer
+    last = schedule.warmup_steps + schedule.decay_steps
+    if schedule.decay_steps and updates > last:
+        console.warn(
+            f'optimizer.decay_steps={schedule.decay_steps}: the learning rate is 0 after update {last} of {updates}; '
+            'a longer run in a new workdir needs more'
+        )
+
+
+def _speed(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """How fast a step of so many seconds was: its parts' times, tokens a second per device, sampled tokens a second."""
+    speed = {
+        **trainer.timings,
+        'timing_s/step': seconds,
+        'perf/throughput': metrics['perf/total_num_tokens'] / seconds / len(jax.devices()),
+    }
+    if 'timing_s/gen' in trainer.timings:
+        responses = trainer.run.rollout.prompts_per_step * trainer.run.rollout.samples_per_prompt
+        sampled = metrics['response_length/mean'] * responses
+        speed['perf/rollout_tokens_per_s'] = sampled / trainer.timings['timing_s/gen']
+    return speed
 
 
 def _start_block(
