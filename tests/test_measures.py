@@ -7,6 +7,7 @@ import pytest
 from sparrow_jax.learner.learner import Scores
 from sparrow_jax.learner.rows import RowLayout, Sample, micro_batches
 from sparrow_jax.measures import (
+    answer_rows,
     entropy_metric,
     length_metrics,
     mismatch_metrics,
@@ -16,6 +17,7 @@ from sparrow_jax.measures import (
 )
 from sparrow_jax.rollout.engine import Response
 from sparrow_jax.sparsity.schedules import Schedule
+from sparrow_jax.tasks.problems import Problem
 from sparrow_jax.tasks.verifiers import Score
 
 NAN = np.nan
@@ -108,6 +110,23 @@ def test_lengths_and_the_recorded_finish_reason():
             'response_length/clip_ratio': 1 / 3,
         }
     )
+
+
+def test_an_answer_is_a_row_of_a_samples_file():
+    problem = Problem(0, '2 + 2 = ?', '4', 'sums', {})
+    score, response = Score(1.5, 1.0, True, False, '4'), make_response(3, finish_reason='length')
+    assert answer_rows(['<user>2 + 2 = ?'], [problem], ['It is 4'], [score], [response]) == [
+        {
+            'prompt': '<user>2 + 2 = ?',
+            'completion': 'It is 4',
+            'answer': '4',
+            'reward': 1.5,
+            'finish_reason': 'length',
+            'tokens': 3,
+        }
+    ]
+    with pytest.raises(ValueError, match='zip'):
+        answer_rows(['a', 'b'], [problem], ['It is 4'], [score], [response])
 
 
 def test_rewards():
