@@ -4,10 +4,10 @@
     --workdir=runs/qwen3_14b
 
 Needs 8 H200s (141 GB each), the checkpoint's folder in weights/Qwen3-14B (or --config.model.path=...) and a file of
-problems in the layout of Polaris-53K. `sparrow_jax.plan` predicts memory and time of a step on other machines; this
-size has not been trained to its end here. The paper's run with this schedule reached avg@16 of .803 (AIME24), .750
-(AIME25) and .771 (AIME26) after one epoch; a dense sampler .813, .750 and .777, with rollouts that took 1.49 times as
-long. `qwen3_14b.py:smoke` runs two steps of the same settings with a tiny random model, in seconds on a CPU.
+problems in the layout of Polaris-53K. A run that would not fit the memory at hand says so before it reads weights.
+This size has not been trained to its end here. The paper's run with this schedule reached avg@16 of .803 (AIME24),
+.750 (AIME25) and .771 (AIME26) after one epoch; a dense sampler .813, .750 and .777, with rollouts that took 1.49
+times as long. `qwen3_14b.py:smoke` runs two steps of the same settings with a tiny random model, in seconds on a CPU.
 """
 
 from ml_collections import ConfigDict

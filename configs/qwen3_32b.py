@@ -4,10 +4,11 @@
     --workdir=runs/qwen3_32b
 
 Needs 16 H200s (141 GB each), the checkpoint's folder in weights/Qwen3-32B (or --config.model.path=...) and a file of
-problems in the layout of Polaris-53K. `sparrow_jax.plan` predicts memory and time of a step on other machines; this
-size has not been trained to its end here. The paper did not train this size, so there is no published schedule and no
-score to expect. The budget is fixed; `sparrow_jax.calibrate` measures a schedule for it. `qwen3_32b.py:smoke` runs two
-steps of the same settings with a tiny random model, in seconds on a CPU.
+problems in the layout of Polaris-53K. A run that would not fit the memory at hand says so before it reads weights.
+This size has not been trained to its end here. The paper did not train this size, so there is no published schedule
+and no score to expect. The budget is fixed; watch `sparse/alpha_p05`, and give a schedule of your own with
+`schedule.kind=file`. `qwen3_32b.py:smoke` runs two steps of the same settings with a tiny random model, in seconds on
+a CPU.
 """
 
 from ml_collections import ConfigDict
