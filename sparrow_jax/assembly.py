@@ -141,7 +141,7 @@ def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:
         raise ConfigError(
             f'--workdir={workdir}: its run trains another model than --config; give the config that it was started with'
         )
-    if not opened.checkpoints.is_dir():
+    if not opened.checkpoints.exists():
         return parts.start_params(), 0
     with Checkpoints(opened.checkpoints, read_only=True) as checkpoints:
         step = checkpoints.latest_step()

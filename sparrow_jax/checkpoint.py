@@ -5,7 +5,8 @@ facts (step, data position, schedule) beside it; both become visible together or
 depend on the mesh it was saved from: `restore` puts every array where the given abstract arrays say.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,8 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         if read_only and not self.folder.is_dir():
             raise ConfigError(f'{self.folder}: no checkpoints there; give the --workdir of a run that has saved one')
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f'{self.folder}: is a file; the checkpoints of a run belong there')
         self._manager = ocp.CheckpointManager(
             self.folder,
             item_handlers={'arrays': ocp.PyTreeCheckpointHandler(), 'facts': ocp.JsonCheckpointHandler()},
@@ -58,21 +61,23 @@ class Checkpoints:
                 once.
             facts: JSON object.
         Raises:
-            Errors of the previous background save.
+            ConfigError: the disk is full or cannot be written; perhaps met by the previous background save.
         """
         if step == self.latest_step():
             return
         named = {name: _stored(leaf) for name, leaf in _named_leaves(arrays).items()}
-        saved = self._manager.save(
-            step, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), facts=ocp.args.JsonSave(dict(facts)))
-        )
+        with self._writing():
+            saved = self._manager.save(
+                step, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), facts=ocp.args.JsonSave(dict(facts)))
+            )
         if not saved:
             raise RuntimeError(f'checkpoint {step} was not written: {self.folder} has step {self.latest_step()}')
 
     def facts(self, step: int) -> dict[str, Any]:
         """The JSON object saved with a checkpoint."""
         self._await(step)
-        return dict(self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))['facts'])
+        with self._reading(step):
+            return dict(self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))['facts'])
 
     def restore(self, step: int, abstract_arrays: Any, *, partial: bool = False) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint.
@@ -91,13 +96,16 @@ class Checkpoints:
         self._await(step)
         wanted = _named_leaves(abstract_arrays)
         template = {name: _template(leaf) for name, leaf in wanted.items()}
-        self._check(step, template, partial)
+        with self._reading(step):
+            stored = self._manager.item_metadata(step)['arrays'].tree
+        self._check(step, stored, template, partial)
         arrays_args = ocp.args.PyTreeRestore(
             template, restore_args=ocp.checkpoint_utils.construct_restore_args(template), partial_restore=True
         )
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(arrays=arrays_args, facts=ocp.args.JsonRestore())
-        )
+        with self._reading(step):
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(arrays=arrays_args, facts=ocp.args.JsonRestore())
+            )
         leaves = [
             jax.random.wrap_key_data(restored['arrays'][name], impl=_key_impl(leaf))
             if _is_key(leaf)
@@ -110,11 +118,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when every started save is on disk; raises its error if it failed."""
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the last save and frees the background threads."""
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -129,8 +139,28 @@ class Checkpoints:
                 f'{self.folder}: no checkpoint of step {step}; it has {sorted(self._manager.all_steps())}'
             )
 
-    def _check(self, step: int, template: Mapping[str, Any], partial: bool) -> None:
-        stored = self._manager.item_metadata(step)['arrays'].tree
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            # tensorstore raises a ValueError, with the operating system's number in its text.
+            if not isinstance(error, OSError) and 'os_error_code' not in str(error):
+                raise
+            raise ConfigError(f'{self.folder}: a checkpoint cannot be written ({error!s:.400})') from error
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax and tensorstore raise what a broken file makes them trip over
+            others = sorted(set(self._manager.all_steps()) - {step})
+            back = f'remove the folder to go on from step {others[-1]}' if others else 'there is no older one'
+            raise ConfigError(
+                f'{self.folder / str(step)}: the checkpoint cannot be read; {back} ({error!s:.300})'
+            ) from error
+
+    def _check(self, step: int, stored: Mapping[str, Any], template: Mapping[str, Any], partial: bool) -> None:
         where = f'{self.folder / str(step)}'
         for name, leaf in template.items():
             if name not in stored:

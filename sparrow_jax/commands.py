@@ -9,11 +9,13 @@ Exit codes: what the command returns (None is 0); 2 for a mistake in flags, sett
 """
 
 import difflib
+import errno
 import importlib.util
 import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +28,8 @@ from sparrow_jax.config import ConfigError, resolve
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
+# Full, read-only or failing: no fault of the code, wherever it is met.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG)
 
 
 def run(
@@ -66,6 +70,13 @@ def run(
     except ConfigError as error:
         sys.stdout.flush()
         print(f'error: {error}', file=sys.stderr, flush=True)
+        sys.exit(EXIT_MISTAKE)
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        sys.stdout.flush()
+        what = f'{error.filename}: ' if error.filename else ''
+        print(f'error: {what}{error.strerror}', file=sys.stderr, flush=True)
         sys.exit(EXIT_MISTAKE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -108,7 +119,8 @@ def quiet_logging() -> None:
         'HF_HUB_DISABLE_PROGRESS_BARS': '1',
     }.items():
         os.environ.setdefault(name, value)
-    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax and tensorflow-datasets report each file
+    # orbax and tensorflow-datasets report each file, and with a traceback each error that they then raise.
+    absl.logging.set_verbosity(absl.logging.FATAL)
     absl.logging.use_absl_handler()
     for logger in ('jax', 'orbax', 'tensorflow_datasets'):
         logging.getLogger(logger).setLevel(logging.WARNING)
@@ -174,13 +186,16 @@ def _call_get_config(path: str) -> ConfigDict:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise ConfigError(f'--config={path}: line {error.lineno} is not Python ({error.msg})') from error
+        where = '' if Path(error.filename or '').name == file.name else f' of {error.filename}'
+        raise ConfigError(f'--config={path}: line {error.lineno}{where} is not Python ({error.msg})') from error
     except ImportError as error:
         raise ConfigError(
             f'--config={path}: cannot be imported ({error}); start the command in the repository'
         ) from error
+    except Exception as error:
+        raise ConfigError(_raised(path, error)) from error
     get_config = getattr(module, 'get_config', None)
-    if get_config is None:
+    if not callable(get_config):
         raise ConfigError(f'--config={path}: has no function get_config')
     if argument and not inspect.signature(get_config).parameters:
         raise ConfigError(f'--config={path}: its get_config takes no argument; leave out :{argument}')
@@ -188,9 +203,19 @@ def _call_get_config(path: str) -> ConfigDict:
         config = get_config(argument) if argument else get_config()
     except ValueError as error:  # ConfigError too: a config's own word on its argument
         raise ConfigError(f'--config={path}: {error}') from error
+    except Exception as error:
+        raise ConfigError(_raised(path, error)) from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f'--config={path}: get_config returned {type(config).__name__}, not a ConfigDict')
     return config
+
+
+def _raised(path: str, error: Exception) -> str:
+    """What a config file's own code raised, and where: a misspelt section, say."""
+    last = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in last if Path(frame.filename).name == Path(path.partition(':')[0]).name] or last
+    said = str(error).strip().partition('\n')[0]
+    return f'--config={path}: line {inside[-1].lineno} ({inside[-1].line}) raised {type(error).__name__}: {said}'
 
 
 def _check_override_names(config: ConfigDict, overrides: Sequence[str]) -> None:

@@ -166,6 +166,8 @@ def _rows_with_ends(file: Path) -> list[tuple[dict[str, Any], int]]:
     """Each row with the byte position of its end, without a last line that a kill left incomplete."""
     if not file.exists():
         return []
+    if not file.is_file():
+        raise ConfigError(f'{file}: is no file; the rows of a run belong there')
     rows = []
     end = 0
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
@@ -175,7 +177,7 @@ def _rows_with_ends(file: Path) -> list[tuple[dict[str, Any], int]]:
         try:
             row = json.loads(line)
             row['step'] + 0
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f'{file}, line {number}: not a row with a step; remove the line, or give another --workdir'
             ) from error

@@ -14,10 +14,10 @@ import jax
 from sparrow_jax import commands, memory
 from sparrow_jax.assembly import Parts, assemble
 from sparrow_jax.checkpoint import Checkpoints
-from sparrow_jax.config import RunConfig
+from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.console import RL_COLUMNS, SUPERVISED_COLUMNS, Console
 from sparrow_jax.interrupts import Interrupts
-from sparrow_jax.metrics import CompileCounter, MetricsWriter
+from sparrow_jax.metrics import CompileCounter, MetricsWriter, read_rows
 from sparrow_jax.tasks.verifiers import Verifier
 from sparrow_jax.trainer import Trainer
 from sparrow_jax.workdir import Workdir
@@ -36,6 +36,8 @@ def train(run: RunConfig, workdir_path: str) -> int:
         Checkpoints(workdir.checkpoints, run.checkpoint.keep) as checkpoints,
         Interrupts() as interrupts,
     ):
+        if checkpoints.latest_step() is None:
+            _refuse_lost_checkpoints(workdir, run.checkpoint.every_steps)
         trainer = Trainer(parts, verifier, console)
         restored = trainer.start(checkpoints)
         with MetricsWriter(workdir, restored) as writer:
@@ -127,6 +129,19 @@ def _speed(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> di
         sampled = metrics['response_length/mean'] * responses
         speed['perf/rollout_tokens_per_s'] = sampled / trainer.timings['timing_s/gen']
     return speed
+
+
+def _refuse_lost_checkpoints(workdir: Workdir, every_steps: int) -> None:
+    """Beginning anew would remove the rows of a run that has had checkpoints.
+
+    The first one is whole when the second begins to be written, which is before the row after it.
+    """
+    rows = read_rows(workdir.metrics_file)
+    if rows and rows[-1]['step'] > 2 * every_steps:
+        raise ConfigError(
+            f'{workdir.checkpoints}: holds no checkpoint, though the run has done {rows[-1]["step"]} steps; put them '
+            f'back, or give another --workdir, or remove {workdir.metrics_file} to begin anew'
+        )
 
 
 def _start_block(

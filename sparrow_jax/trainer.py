@@ -115,7 +115,7 @@ class Trainer:
             self.state = self.learner.init(self.reference if self.reference is not None else self.parts.start_params())
             return None
         self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
-        if facts['data'] != self.train_set.fingerprint:
+        if facts.get('data') != self.train_set.fingerprint:
             raise ConfigError(
                 f'data.source={self.run.data.source!r}: has other problems now than when this run began; restore the '
                 'file (or the version of reasoning-gym), or give another --workdir'

@@ -1,6 +1,7 @@
 """Checkpoints: what is saved comes back, on any mesh; half-written ones are never seen; misfits are named."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,60 @@ def test_misfits_are_named(tmp_path):
         other_dtype = make_state(4) | {'count': jnp.zeros(3, jnp.float32)}
         with pytest.raises(ConfigError, match=r'count is int64\[3\] there.* float32'):
             checkpoints.restore(1, other_dtype)
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize('broken', ['arrays', 'arrays/_METADATA', 'arrays/manifest.ocdbt', 'arrays/d/*', 'facts/*'])
+def test_a_broken_checkpoint_is_named_with_the_one_before(tmp_path, broken):
+    state = {'a': np.arange(40.0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, {'position': step})
+    for file in (tmp_path / '2').glob(broken):
+        shutil.rmtree(file) if file.is_dir() else cut_off(file)
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ConfigError, match=rf'{tmp_path}/2: the checkpoint cannot be read; remove .* from step 1'),
+    ):
+        checkpoints.restore(2, state)
+    shutil.rmtree(tmp_path / '2')
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(checkpoints.latest_step(), state)[1] == {'position': 1}
+
+
+def test_a_full_disk_is_said_when_the_save_is_waited_for(tmp_path):
+    """A limit on the size of files stands for a full disk; a process of its own, since the limit stays."""
+    code = f"""
+        import resource, signal
+        import numpy as np
+        from sparrow_jax.checkpoint import Checkpoints
+        from sparrow_jax.config import ConfigError
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        checkpoints = Checkpoints({str(tmp_path)!r})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            checkpoints.save(1, {{'a': np.random.default_rng(0).normal(size=9000)}}, {{}})
+            checkpoints.wait()
+        except ConfigError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.startswith(f'{tmp_path}: a checkpoint cannot be written ('), done.stderr
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() is None
+
+
+@pytest.mark.parametrize('read_only', [False, True])
+def test_a_file_is_no_folder_of_checkpoints(tmp_path, read_only):
+    (tmp_path / 'checkpoints').write_text('kept')
+    with pytest.raises(ConfigError, match='checkpoints'):
+        Checkpoints(tmp_path / 'checkpoints', read_only=read_only)
+    assert (tmp_path / 'checkpoints').read_text() == 'kept'
 
 
 def test_part_of_a_checkpoint_can_be_read_while_nothing_is_cleaned(tmp_path):

@@ -117,13 +117,20 @@ def test_without_a_checkpoint_the_files_begin_anew(tmp_path):
     assert read_rows(tmp_path / 'metrics.jsonl') == [{'step': 0, 'a': 2}]
 
 
-@pytest.mark.parametrize('line', ['not json', '[1]', '{"a": 1}', '{"step": "x"}'])
+@pytest.mark.parametrize('line', ['not json', '[1]', '{"a": 1}', '{"step": "x"}', '[' * 100_000])
 def test_a_spoiled_line_is_named_and_nothing_is_lost(tmp_path, line):
     text = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
     (tmp_path / 'metrics.jsonl').write_text(text)
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 2: not a row'):
         MetricsWriter(make_workdir(tmp_path), 1)
     assert (tmp_path / 'metrics.jsonl').read_text() == text
+
+
+def test_a_folder_in_the_place_of_the_rows_is_named(tmp_path):
+    workdir = make_workdir(tmp_path)
+    workdir.metrics_file.mkdir()
+    with pytest.raises(ConfigError, match=r'metrics\.jsonl: is no file'):
+        MetricsWriter(workdir, 1)
 
 
 def test_other_processes_of_a_run_write_nothing(tmp_path):

@@ -1,6 +1,7 @@
 """Whole training runs of a tiny random model: what they log, that they repeat, and that they go on after any end."""
 
 import json
+import shutil
 import signal
 
 import numpy as np
@@ -263,6 +264,15 @@ def test_another_configuration_is_refused_and_nothing_changes(runs, whole, capsy
     assert error.startswith('error: --workdir=')
     assert '\n  optimizer.learning_rate: 0.003 -> 0.001\n  seed: 0 -> 5\n' in error
     assert contents(whole) == before
+
+
+def test_lost_checkpoints_are_said_before_any_row_is_removed(runs, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / 'lost')
+    shutil.rmtree(tmp_path / 'lost/checkpoints')
+    rows = (tmp_path / 'lost/metrics.jsonl').read_bytes()
+    with pytest.raises(ConfigError, match=r'holds no checkpoint, though the run has done 12 steps'):
+        train(runs.config({}), str(tmp_path / 'lost'))
+    assert (tmp_path / 'lost/metrics.jsonl').read_bytes() == rows
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(runs, whole, capsys):
