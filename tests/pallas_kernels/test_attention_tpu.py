@@ -27,6 +27,7 @@ from pallas_kernels.sparse_decode import sparse_decode
 REPETITIONS = {
     'sparse_decode': {
         'mha_a64',
+        'g2_a64_c128',
         'g8_a128_c32',
         'g5_a64_c16_all_pages',
         'bf16_g2_a128_c16',
@@ -36,7 +37,9 @@ REPETITIONS = {
     'dense_decode': {
         'g4_a128_c16',
         'g8_a128_c32',
+        'g2_a128_c8',
         'g5_a64_c16',
+        'chunk_of_5',
         'bf16_g2_a128_c16',
         'bf16_g5_a128_c64',
         'bf16_g4_a64_c128',

@@ -32,7 +32,11 @@ def assert_same_bits(results, expected):
         np.testing.assert_array_equal(np.asarray(result).view(np.uint8), np.asarray(array).view(np.uint8))
 
 
-@over([case for case in CASES if case.head_dim in HEAD_DIMS])
+# What they show is in all_idle, a128_c16_n8 (landmarks of whole tiles) and bf16_a64_c16 (of none).
+REPETITIONS = {'a128_c16', 'a64_c32', 'a64_c128', 'bf16_a128_c8', 'bf16_a128_c64_n8', 'bf16_a64_c8_n40'}
+
+
+@over([case for case in CASES if case.head_dim in HEAD_DIMS], REPETITIONS)
 def test_kernel_is_the_definition_whatever_unused_memory_holds(case):
     arguments = case.arguments(free=np.nan)
     assert_same_bits(kernel(arguments)(**arguments), jitted_operations.landmark_update(**arguments))
@@ -43,7 +47,7 @@ WAITING = Case(
 )
 
 
-@pytest.mark.parametrize(('buffers', 'cores'), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(('buffers', 'cores'), [pytest.param(1, 1, marks=pytest.mark.verify), (3, 2)])
 def test_buffers_are_taken_again_once_they_are_written_from(buffers, cores):
     """More sequences than buffers; two cores share the sequences unevenly."""
     arguments = WAITING.arguments(free=np.nan)
@@ -104,6 +108,7 @@ def test_compiles_at_sizes_of_production_and_copies_nothing(chip):
     assert_in_place(compile_for(chip, 32, 8, 2048, 128, 16, 1 << 16))
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     'sizes',
     [(64, 8, 4096, 128, 8, 1 << 17), (16, 8, 1919, 64, 128, 1 << 12), (5, 3, 400, 64, 32, 1 << 12, 'float32')],
