@@ -1,6 +1,7 @@
 """python -m sparrow_jax.generate --config=configs/X.py [--workdir=W] --prompt="..." [--sampler=dense]
 
 Answers one prompt and streams the answer to the terminal; with --workdir by the policy of that run's newest checkpoint.
+It samples as evaluations do (`evaluate.temperature`, greedy by default).
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
         raise ConfigError(f'--prompt: has {len(ids)} tokens, rollout.max_prompt_tokens={one.max_prompt_tokens}')
     params, step = policy_params(parts, workdir)
     engine = parts.engine()
-    sampling = Sampling(one.temperature, sparse=sampler == 'sparse')
+    how = run.evaluate
+    sampling = Sampling(how.temperature, how.top_p, sparse=sampler == 'sparse')
     weights = engine.weights(params)
     engine.warm_up(weights, [sampling])
     stream = _Stream(parts.encoder)
@@ -55,7 +57,7 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     stream.end()
     tokens = len(response.tokens)
     facts = f'{tokens} tokens, {tokens / seconds:,.0f} tokens/s with {engine.kernels} kernels'
-    facts += f', finish reason {response.finish_reason}'
+    facts += f', {sampler} sampler at temperature {sampling.temperature:g}, finish reason {response.finish_reason}'
     if sampling.sparse and tokens > 1:
         reads = read_metrics(parts.schedule, parts.shape.layers, [len(ids)], [response])
         facts += f', read {reads["sparse/kv_read_fraction"]:.0%} of the dense KV bytes'

@@ -230,9 +230,8 @@ class Engine:
             unfit = unfit or 'the kernels are not split over parallel.tensor'
         asked = self.rollout.kernels
         if asked == 'auto':
-            if unfit:
-                return Implementation.REFERENCE, unfit
-            return choose(self.mesh.devices.flat[0])
+            chosen, why = choose(self.mesh.devices.flat[0])
+            return (Implementation.REFERENCE, unfit) if unfit and chosen.platform else (chosen, why)
         kernels = Implementation(asked)
         if unfit and kernels is not Implementation.REFERENCE:
             raise ConfigError(f'rollout.kernels={asked}: {unfit}; set it to reference or auto')
