@@ -4,11 +4,21 @@ They look at shapes and dtypes alone, so they also run, at no cost, while a jitt
 """
 
 from collections.abc import Mapping
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 
 PAGE_TOKENS = (8, 16, 32, 64, 128)
+
+
+def check_arrays(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array is one of JAX."""
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array):
+            raise ValueError(f'{op}: {name} must be a jax array, got {type(array).__name__}; jnp.asarray makes one')
+        if not array.ndim:
+            raise ValueError(f'{op}: {name} must have axes, got a single number')
 
 
 def check_shapes(op: str, arrays: Mapping[str, tuple[jax.Array, str]], **sizes: int) -> dict[str, int]:
@@ -20,6 +30,7 @@ def check_shapes(op: str, arrays: Mapping[str, tuple[jax.Array, str]], **sizes: 
     """
     bound = dict(sizes)
     for name, (array, pattern) in arrays.items():
+        check_arrays(op, **{name: array})
         if array.ndim != len(pattern):
             axes = ', '.join(pattern)
             raise ValueError(f'{op}: {name} must have {len(pattern)} dimensions [{axes}], got shape {array.shape}')
@@ -27,13 +38,15 @@ def check_shapes(op: str, arrays: Mapping[str, tuple[jax.Array, str]], **sizes: 
             expected = int(letter) if letter.isdigit() else bound.setdefault(letter, array.shape[axis])
             if array.shape[axis] != expected:
                 raise ValueError(f'{op}: {name} has shape {array.shape}; axis {axis} ({letter}) must be {expected}')
+            if not expected:
+                raise ValueError(f'{op}: {name} has shape {array.shape}; axis {axis} ({letter}) must not be empty')
     return bound
 
 
 def check_pages(op: str, page_tokens: int) -> None:
     """Raises ValueError unless the page size is a power of two from 8 to 128."""
-    if page_tokens not in PAGE_TOKENS:
-        raise ValueError(f'{op}: pages hold {page_tokens} tokens; must be one of {PAGE_TOKENS}')
+    if not isinstance(page_tokens, Integral) or page_tokens not in PAGE_TOKENS:
+        raise ValueError(f'{op}: pages hold {page_tokens!r} tokens; must be one of {PAGE_TOKENS}')
 
 
 def check_heads(op: str, query_heads: int, kv_heads: int) -> None:
@@ -60,6 +73,17 @@ def check_floats(op: str, **arrays: jax.Array) -> None:
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f'{op}: {name} must be floating point, got {array.dtype}')
+
+
+def check_out_dtype(op: str, out_dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype of a result. Raises ValueError unless it is floating point."""
+    try:
+        dtype = jnp.dtype(out_dtype)
+    except TypeError as error:
+        raise ValueError(f'{op}: out_dtype={out_dtype!r}: {error}') from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f'{op}: out_dtype must be floating point, got {dtype}')
+    return dtype
 
 
 def check_stored(op: str, pages_KPCE: jax.Array, **arrays: jax.Array) -> None:

@@ -67,6 +67,33 @@ def choose(device: 'jax.Device') -> tuple[Implementation, str]:
     return Implementation.MOSAIC_GPU, f'Pallas kernels for {device.device_kind}'
 
 
+def named(op: str, implementation: Implementation | str) -> Implementation:
+    """The implementation that an operation was asked for. Raises ValueError where there is none of that name."""
+    try:
+        return Implementation(implementation)
+    except ValueError:
+        raise ValueError(
+            f'{op}: implementation={implementation!r}: must be one of {", ".join(Implementation)}'
+        ) from None
+
+
+def check_machine(op: str, implementation: Implementation, array: 'jax.Array') -> None:
+    """Raises ValueError where a kernel cannot run on the device that holds the array.
+
+    A traced array is on none yet: what it is compiled for may be another machine.
+    """
+    from jax.core import Tracer
+
+    if implementation.interpreted or isinstance(array, Tracer):
+        return
+    for device in array.devices():
+        if device.platform != implementation.platform:
+            raise ValueError(
+                f'{op}: implementation={implementation.value!r} runs on a {implementation.platform}; the arrays are on '
+                f'a {device.platform}; use {Implementation.REFERENCE.value!r}'
+            )
+
+
 def check_fit(op: str, head_dim: int, group: int, dtype: Any) -> None:
     """Raises ValueError where `why_unfit` gives a reason."""
     if unfit := why_unfit(head_dim, group, dtype):
@@ -75,4 +102,5 @@ def check_fit(op: str, head_dim: int, group: int, dtype: Any) -> None:
 
 def kernel_module(op: str, implementation: Implementation) -> Any:
     """`pallas_kernels/<op>/kernel_gpu.py` or `kernel_tpu.py`, imported when first used."""
+    implementation = named(op, implementation)
     return importlib.import_module(f'pallas_kernels.{op}.kernel_{implementation.platform}')

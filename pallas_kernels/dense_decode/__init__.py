@@ -2,9 +2,17 @@
 
 import jax
 
-from pallas_kernels.checks import check_heads, check_integers, check_pages, check_shapes, check_stored
+from pallas_kernels.checks import (
+    check_arrays,
+    check_heads,
+    check_integers,
+    check_out_dtype,
+    check_pages,
+    check_shapes,
+    check_stored,
+)
 from pallas_kernels.dense_decode import reference
-from pallas_kernels.implementation import Implementation, check_fit, kernel_module
+from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 
 MAX_QUERIES = 256
 
@@ -15,7 +23,7 @@ def dense_decode(
     table_BN: jax.Array,
     length_B: jax.Array,
     *,
-    implementation: Implementation = Implementation.REFERENCE,
+    implementation: Implementation | str = Implementation.REFERENCE,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """softmax(q . k / sqrt(A)) v over all cached tokens, causal from the bottom right.
@@ -38,6 +46,7 @@ def dense_decode(
     Raises:
         ValueError: shapes, dtypes or the page size do not fit each other or the implementation.
     """
+    check_arrays('dense_decode', q_BTHA=q_BTHA)
     sizes = check_shapes(
         'dense_decode',
         {
@@ -54,10 +63,12 @@ def dense_decode(
     check_heads('dense_decode', sizes['H'], sizes['K'])
     if not 1 <= sizes['T'] <= MAX_QUERIES:
         raise ValueError(f'dense_decode: q_BTHA has {sizes["T"]} queries a sequence; must be 1 to {MAX_QUERIES}')
-    out_dtype = out_dtype or q_BTHA.dtype
+    out_dtype = check_out_dtype('dense_decode', out_dtype or q_BTHA.dtype)
+    implementation = named('dense_decode', implementation)
     if implementation is Implementation.REFERENCE:
         return reference.dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, out_dtype=out_dtype)
     check_fit('dense_decode', sizes['A'], sizes['H'] // sizes['K'], pages_KPCE.dtype)
+    check_machine('dense_decode', implementation, q_BTHA)
     kernel = kernel_module('dense_decode', implementation)
     return kernel.dense_decode(
         q_BTHA, pages_KPCE, table_BN, length_B, out_dtype=out_dtype, interpret=implementation.interpreted

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_floats, check_integers, check_pages, check_shapes
-from pallas_kernels.implementation import Implementation, check_fit, kernel_module
+from pallas_kernels.checks import check_arrays, check_floats, check_integers, check_pages, check_shapes
+from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 from pallas_kernels.landmark_update import reference
 from pallas_kernels.landmark_update.reference import page_mean
 
@@ -20,7 +20,7 @@ def landmark_update(
     position_B: jax.Array,
     write_B: jax.Array,
     *,
-    implementation: Implementation = Implementation.REFERENCE,
+    implementation: Implementation | str = Implementation.REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the key and value of one token per sequence at its position.
 
@@ -42,6 +42,7 @@ def landmark_update(
     Raises:
         ValueError: shapes, dtypes or the page size do not fit each other or the implementation.
     """
+    check_arrays('landmark_update', k_BKA=k_BKA)
     sizes = check_shapes(
         'landmark_update',
         {
@@ -61,8 +62,10 @@ def landmark_update(
     if write_B.dtype != jnp.bool_:
         raise ValueError(f'landmark_update: write_B must be bool, got {write_B.dtype}')
     arguments = pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B
+    implementation = named('landmark_update', implementation)
     if implementation is Implementation.REFERENCE:
         return reference.landmark_update(*arguments)
     check_fit('landmark_update', sizes['A'], 1, pages_KPCE.dtype)
+    check_machine('landmark_update', implementation, k_BKA)
     kernel = kernel_module('landmark_update', implementation)
     return kernel.landmark_update(*arguments, interpret=implementation.interpreted)

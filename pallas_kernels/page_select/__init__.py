@@ -1,9 +1,11 @@
 """Chooses the pages that each KV head of each sequence reads in one decode step."""
 
+from numbers import Integral
+
 import jax
 
 from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_shapes
-from pallas_kernels.implementation import Implementation, check_fit, kernel_module
+from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 from pallas_kernels.page_select import reference
 
 
@@ -18,7 +20,7 @@ def page_select(
     max_pages: int,
     reserved_first: int,
     reserved_last: int,
-    implementation: Implementation = Implementation.REFERENCE,
+    implementation: Implementation | str = Implementation.REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Reserved pages and the `budget` best others by the block-mean score (Sparrow, section on dynamic block top-k).
 
@@ -53,12 +55,17 @@ def page_select(
     }
     if table_BN is not None:
         arrays['table_BN'] = (table_BN, 'BN')
-        check_integers('page_select', table_BN=table_BN)
     sizes = check_shapes('page_select', arrays)
+    if table_BN is not None:
+        check_integers('page_select', table_BN=table_BN)
     check_pages('page_select', page_tokens)
     check_integers('page_select', length_B=length_B, budget_B=budget_B)
     check_floats('page_select', q_BHA=q_BHA, landmark_BKNA=landmark_BKNA)
     check_heads('page_select', sizes['H'], sizes['K'])
+    numbers = {'max_pages': max_pages, 'reserved_first': reserved_first, 'reserved_last': reserved_last}
+    for name, number in numbers.items():
+        if not isinstance(number, Integral):
+            raise ValueError(f'page_select: {name}={number!r}: must be a whole number')
     if reserved_first < 0:
         raise ValueError(f'page_select: reserved_first={reserved_first}: must not be negative')
     if reserved_last < 1:
@@ -73,8 +80,10 @@ def page_select(
         'reserved_first': reserved_first,
         'reserved_last': reserved_last,
     }
+    implementation = named('page_select', implementation)
     if implementation is Implementation.REFERENCE:
         return reference.page_select(*arguments, **options)
     check_fit('page_select', sizes['A'], sizes['H'] // sizes['K'], landmark_BKNA.dtype)
+    check_machine('page_select', implementation, q_BHA)
     kernel = kernel_module('page_select', implementation)
     return kernel.page_select(*arguments, **options, interpret=implementation.interpreted)

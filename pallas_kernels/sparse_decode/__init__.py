@@ -2,8 +2,17 @@
 
 import jax
 
-from pallas_kernels.checks import check_counts, check_heads, check_integers, check_pages, check_shapes, check_stored
-from pallas_kernels.implementation import Implementation, check_fit, kernel_module
+from pallas_kernels.checks import (
+    check_arrays,
+    check_counts,
+    check_heads,
+    check_integers,
+    check_out_dtype,
+    check_pages,
+    check_shapes,
+    check_stored,
+)
+from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 from pallas_kernels.sparse_decode import reference
 
 
@@ -15,7 +24,7 @@ def sparse_decode(
     count_B: jax.Array,
     length_B: jax.Array,
     *,
-    implementation: Implementation = Implementation.REFERENCE,
+    implementation: Implementation | str = Implementation.REFERENCE,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """softmax(q . k / sqrt(A)) v over the tokens of the chosen pages that lie below the sequence's length.
@@ -37,6 +46,7 @@ def sparse_decode(
     Raises:
         ValueError: shapes, dtypes or the page size do not fit each other or the implementation.
     """
+    check_arrays('sparse_decode', q_BHA=q_BHA)
     arrays = {
         'q_BHA': (q_BHA, 'BHA'),
         'pages_KPCE': (pages_KPCE, 'KPCE'),
@@ -46,17 +56,20 @@ def sparse_decode(
     }
     if table_BN is not None:
         arrays['table_BN'] = (table_BN, 'BN')
-        check_integers('sparse_decode', table_BN=table_BN)
     sizes = check_shapes('sparse_decode', arrays, E=2 * q_BHA.shape[-1])
+    if table_BN is not None:
+        check_integers('sparse_decode', table_BN=table_BN)
     check_pages('sparse_decode', sizes['C'])
     check_counts('sparse_decode', ids_BKM, sizes.get('N', sizes['P']))
     check_integers('sparse_decode', ids_BKM=ids_BKM, count_B=count_B, length_B=length_B)
     check_stored('sparse_decode', pages_KPCE, q_BHA=q_BHA)
     check_heads('sparse_decode', sizes['H'], sizes['K'])
-    out_dtype = out_dtype or q_BHA.dtype
+    out_dtype = check_out_dtype('sparse_decode', out_dtype or q_BHA.dtype)
     arguments = q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B
+    implementation = named('sparse_decode', implementation)
     if implementation is Implementation.REFERENCE:
         return reference.sparse_decode(*arguments, out_dtype=out_dtype)
     check_fit('sparse_decode', sizes['A'], sizes['H'] // sizes['K'], pages_KPCE.dtype)
+    check_machine('sparse_decode', implementation, q_BHA)
     kernel = kernel_module('sparse_decode', implementation)
     return kernel.sparse_decode(*arguments, out_dtype=out_dtype, interpret=implementation.interpreted)
