@@ -273,6 +273,20 @@ def show(row: dict[str, Any], peer: dict[str, float]) -> str:
     )
 
 
+def why_no_file(out: Path) -> str | None:
+    """Why no figures can be written there, known before they are measured; makes the folder. None where they can."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not out.exists()
+        with open(out, 'a', encoding='utf-8'):
+            pass
+        if is_new:
+            out.unlink()
+        return None
+    except OSError as error:
+        return str(error.strerror)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='python -m pallas_kernels.bench', description=__doc__.splitlines()[0])
     parser.add_argument('--op', default=','.join(OPS), help='operations, separated by commas')
@@ -281,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--no-peers', action='store_true', help='leave out FlashInfer and torch')
     parser.add_argument('--rehearse', action='store_true', help='small shapes, JAX definitions, any machine')
     options = parser.parse_args(argv)
+    if options.out and (why_not := why_no_file(options.out)):
+        parser.error(f'--out={options.out}: {why_not}')
     ops = options.op.split(',')
     if unknown := sorted(set(ops) - set(OPS)):
         parser.error(f'--op={options.op}: no operation {unknown[0]}; there are {", ".join(OPS)}')
@@ -322,7 +338,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             'valid': valid,
             'command': ' '.join(sys.argv),
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({**facts, 'rows': rows}, indent=1) + '\n')
         print(f'written to {options.out}')
     return 0

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.bench import Inputs, Prepared, by_cache, measure, prepare, read_bandwidth
+from pallas_kernels.bench import Inputs, Prepared, by_cache, measure, prepare, read_bandwidth, why_no_file
 from pallas_kernels.implementation import Implementation, choose, kernel_module
 from pallas_kernels.shapes import GRIDS, Shape
 from pallas_kernels.tuning_gpu import DENSE_DECODE, SPARSE_DECODE, Blocks
@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--grid', default='short', choices=('short', 'full'), help='which shapes')
     parser.add_argument('--out', type=Path, help='a JSON file for all figures')
     options = parser.parse_args(argv)
+    if options.out and (why_not := why_no_file(options.out)):
+        parser.error(f'--out={options.out}: {why_not}')
     ops = options.op.split(',')
     if unknown := sorted(set(ops) - set(IN_USE)):
         parser.error(f'--op={options.op}: no block sizes for {unknown[0]}; there are {", ".join(IN_USE)}')
@@ -86,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         best = min(CANDIDATES, key=functools.partial(_mean, [row for row in rows if row['op'] == op]))
         print(f'{op}: best over all {best}, in use {IN_USE[op]}')
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(rows, indent=1) + '\n')
     return 0
 

@@ -1,10 +1,11 @@
 """The bench itself: rehearsed on this machine, with the JAX definitions and small shapes."""
 
 import json
+import re
 
 import pytest
 
-from pallas_kernels import bench
+from pallas_kernels import bench, tune
 from pallas_kernels.shapes import GRIDS, OPS
 
 
@@ -51,6 +52,18 @@ def test_an_unknown_operation_is_named(capsys):
     with pytest.raises(SystemExit):
         bench.main(['--op=sparse_decode,flash'])
     assert 'no operation flash' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('command', [bench, tune])
+def test_figures_that_cannot_be_written_are_said_before_they_are_measured(command, tmp_path, capsys):
+    (tmp_path / 'file').touch()
+    for out, why in ((tmp_path, 'Is a directory'), (tmp_path / 'file/bench.json', 'File exists|Not a directory')):
+        with pytest.raises(SystemExit):
+            command.main([f'--out={out}'])
+        assert re.search(rf'--out={out}: ({why})', capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ['file']
+    assert bench.why_no_file(tmp_path / 'new.json') is None
+    assert not (tmp_path / 'new.json').exists()
 
 
 def test_titles_tell_shapes_apart():
