@@ -29,6 +29,8 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     """Streams one answer to standard output, facts about it to standard error; returns the exit code."""
     if sampler not in ('sparse', 'dense'):
         raise ConfigError(f'--sampler={sampler}: must be sparse or dense')
+    if not prompt.strip():
+        raise ConfigError(f'--prompt={prompt}: is empty; give a question')
     one = dataclasses.replace(run.rollout, slots=1, prefill_rows=1, pool_pages=0, segment_steps=STREAM_STEPS)
     parallel = dataclasses.replace(run.parallel, data=1, fsdp=1, tensor=len(jax.devices()))
     if workdir:

@@ -170,7 +170,7 @@ def _local_folder(path: str) -> Path:
         raise ConfigError(
             f'--workdir={path}: must be a local or mounted folder (mount the bucket, with gcsfuse for example)'
         )
-    folder = Path(path).expanduser().absolute()
+    folder = _expanded(path, '--workdir').absolute()
     for part in (folder, *folder.parents):
         if part.exists():
             if not part.is_dir():
@@ -275,7 +275,7 @@ def results_folder(path: str) -> Path:
 
 def empty_folder(path: str, flag: str) -> Path:
     """A folder to write into, made if absent. Raises ConfigError, naming the flag, unless it is absent or empty."""
-    folder = Path(path).expanduser()
+    folder = _expanded(path, flag)
     if folder.is_file():
         raise ConfigError(f'{flag}={path}: is a file; give a folder')
     if folder.is_dir() and any(folder.iterdir()):
@@ -288,4 +288,13 @@ def _made(folder: Path, what: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f'{what}: cannot be written ({error.strerror}); choose another folder') from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f'{what}: cannot be written (no permission, or read-only); choose another folder')
     return folder
+
+
+def _expanded(path: str, flag: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f'{flag}={path}: no such user; write the folder out') from error

@@ -305,6 +305,7 @@ MISTAKES = {
         (SMOKE, f'--prompt={"why " * 100}'),
         'error: --prompt: has ',
     ),
+    'empty prompt': (generate, (SMOKE, '--prompt= '), 'error: --prompt= : is empty; give a question'),
     'sampler': (
         generate,
         (SMOKE, '--prompt=?', '--sampler=spares'),

@@ -217,3 +217,17 @@ def test_an_output_folder_must_be_new_or_empty(tmp_path):
         empty_folder(str(tmp_path / 'file'), '--out')
     with pytest.raises(ConfigError, match=r'--out=.*cannot be written'):
         empty_folder(str(tmp_path / 'file/below'), '--out')
+
+
+def test_a_folder_that_cannot_be_written_is_refused_though_it_exists(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'access', lambda *_: False)  # root may write everywhere
+    for refused in (lambda: results_folder(str(tmp_path)), lambda: empty_folder(str(tmp_path), '--out')):
+        with pytest.raises(ConfigError, match=r'cannot be written \(no permission, or read-only\)'):
+            refused()
+
+
+def test_a_home_folder_of_nobody_is_refused():
+    with pytest.raises(ConfigError, match=r'--workdir=~no_such_user/x: no such user'):
+        results_folder('~no_such_user/x')
+    with pytest.raises(ConfigError, match=r'--out=~no_such_user/x: no such user'):
+        empty_folder('~no_such_user/x', '--out')

@@ -211,7 +211,10 @@ def _prepare(data: DataConfig, key: dict[str, Any], folder: pathlib.Path) -> Non
         builder = PreparedProblems(splits=splits, data_dir=work_dir, file_format='array_record')
         tfds.disable_progress_bar()
         with contextlib.redirect_stdout(io.StringIO()):  # it announces a download
-            builder.download_and_prepare()
+            try:
+                builder.download_and_prepare()
+            except OSError as error:
+                raise ConfigError(f'data.cache_dir={str(folder.parent)!r}: cannot be written ({error})') from error
         prepared = pathlib.Path(builder.data_dir)
         (prepared / _SUMMARY).write_text(json.dumps(summary, indent=2, sort_keys=True) + '\n')
         try:

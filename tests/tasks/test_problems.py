@@ -11,6 +11,7 @@ import pytest
 
 from sparrow_jax.config import ConfigError
 from sparrow_jax.tasks import generated, scoring
+from sparrow_jax.tasks import problems as problems_module
 from sparrow_jax.tasks.problems import load_problems, order
 
 
@@ -221,6 +222,15 @@ def test_broken_prepared_data_is_named(data_config, name, kept_bytes):
         return  # the folder of an interrupted copy
     with pytest.raises(ConfigError, match=rf'{folder}: the prepared data is broken'):
         load_problems(data, 'train')
+
+
+def test_a_full_disk_is_named(data_config, monkeypatch):
+    def fail(_):
+        raise OSError('Not enough disk space.')
+
+    monkeypatch.setattr(problems_module.PreparedProblems, 'download_and_prepare', fail)
+    with pytest.raises(ConfigError, match=r'data\.cache_dir=.*cannot be written \(Not enough disk space'):
+        load_problems(data_config(train_examples=5, eval_examples=1), 'train')
 
 
 def test_order_is_kept_over_many_rows(data_config, tmp_path):
