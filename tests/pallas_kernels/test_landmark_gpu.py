@@ -14,6 +14,8 @@ from pallas_kernels.landmark_update import kernel_gpu
 from pallas_kernels.landmark_update.cases import CASES
 
 FITTING = [case for case in CASES if case.head_dim in HEAD_DIMS]
+# One of each dtype stays for the interpreter, one that writes nothing and one of the largest pages.
+REPETITIONS = {'a128_c16', 'a64_c32', 'bf16_a128_c8', 'bf16_a64_c16', 'a128_c16_n8', 'bf16_a128_c64_n8'}
 
 
 def assert_same_bits(arguments, implementation):
@@ -40,7 +42,7 @@ def sized(kv_heads, head_dim, page_tokens, pages, sequences, dtype):
     )
 
 
-@over(FITTING)
+@over(FITTING, REPETITIONS)
 def test_interpreted_kernel_writes_the_same_bits(case):
     assert_same_bits(case.arguments(free=np.nan), Implementation.MOSAIC_GPU_INTERPRETED)
 
@@ -61,7 +63,7 @@ def test_an_idle_sequence_may_stand_beyond_the_cache():
     [
         (8, 128, 16, 2048, 32, 'bfloat16'),
         (4, 64, 8, 512, 64, 'bfloat16'),
-        (1, 128, 128, 256, 16, 'bfloat16'),
+        pytest.param((1, 128, 128, 256, 16, 'bfloat16'), marks=pytest.mark.verify),
         (8, 128, 64, 512, 16, 'float32'),
     ],
     ids=str,

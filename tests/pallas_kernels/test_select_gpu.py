@@ -36,7 +36,7 @@ def assert_same_choice(arguments, implementation, table_BN=None):
         np.testing.assert_array_equal(a, b)
 
 
-@over([case for case in FITTING if case.name in INTERPRETED])
+@over([case for case in FITTING if case.name in INTERPRETED], {'g4_a128_c16'})
 def test_interpreted_kernel_chooses_the_same_pages(case):
     assert_same_choice(case.arguments(free=np.nan), Implementation.MOSAIC_GPU_INTERPRETED)
 
@@ -115,8 +115,8 @@ def sized(sequences, kv_heads, group, head_dim, pages, dtype='bfloat16'):
     ('sizes', 'max_pages'),
     [
         ((32, 8, 2, 128, 1024), 259),
-        ((16, 8, 4, 128, 4096), 512),
-        ((64, 4, 8, 64, 500), 67),
+        pytest.param((16, 8, 4, 128, 4096), 512, marks=pytest.mark.verify),
+        pytest.param((64, 4, 8, 64, 500), 67, marks=pytest.mark.verify),
         ((16, 8, 2, 128, 2048, 'float32'), 259),
     ],
     ids=str,
@@ -221,7 +221,7 @@ def lane_operands(size):
     return [jnp.asarray(x, jnp.int32) for x in (flag_N, place_N, rng.integers(-9, 9, 2 * size))]
 
 
-@pytest.mark.parametrize('size', [128, 512])
+@pytest.mark.parametrize('size', [pytest.param(128, marks=pytest.mark.verify), 512])
 def test_lanes_interpreted(size):
     flag_N, place_N, source_S = operands = lane_operands(size)
     ranks_N, taken_N, put_S, sums = jax.jit(lanes_at_work(size, interpret=True))(*operands)

@@ -22,9 +22,10 @@ from pallas_kernels.page_select import kernel_tpu, page_select
 from pallas_kernels.page_select.cases import CASES, Case
 from pallas_kernels.page_select.tuning import TPU
 
-# A case takes seconds, nearly all of them to compile; these repeat what others show.
+# A case takes seconds, nearly all of them to compile; these repeat what the others, the ring and the sorts show.
 REPETITIONS = {
-    'g4_a128_c16',
+    'mha_a64_ties',
+    'bf16_g2_a128_c16',
     'g8_a128_c32_ties',
     'g5_a64_c16_ties',
     'bf16_g8_a64_c32_ties',
