@@ -6,6 +6,8 @@ that a run killed at any moment repeats itself exactly from its last checkpoint.
 """
 
 import dataclasses
+import os
+import sys
 import time
 from collections.abc import Mapping
 
@@ -90,13 +92,14 @@ def _steps(
             metrics = {**prepared.metrics, **trainer.update(prepared)}
             position.step += 1
             metrics['data/skipped_overlong'] = position.skipped_overlong
+            metrics.update(_speed(trainer, metrics, time.perf_counter() - began))
+            console.row(position.step, metrics)
             if trainer.evaluated(position.step):
                 metrics.update(trainer.evaluation())
                 last_accuracy = metrics['val/accuracy']
-            metrics.update(_speed(trainer, metrics, time.perf_counter() - began), **compiles.take())
+            metrics.update(trainer.timings, **compiles.take())
             writer.write(position.step, metrics)
             writer.write_samples(position.step, prepared.answers)
-            console.row(position.step, metrics)
             if compiles.late:
                 console.warn(f'compiled after warm-up: {", ".join(compiles.late)}')
                 compiles.late.clear()
@@ -118,7 +121,10 @@ def _warn_of_rate_zero(run: RunConfig, console: Console) -> None:
 
 
 def _speed(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """How fast a step of so many seconds was: its parts' times, tokens a second per device, sampled tokens a second."""
+    """How fast a step of so many seconds was, its evaluation left out.
+
+    The times of its parts, tokens a second per device, sampled tokens a second.
+    """
     speed = {
         **trainer.timings,
         'timing_s/step': seconds,
@@ -175,6 +181,12 @@ def _start_block(
     return title, facts
 
 
+def _python() -> str:
+    """This interpreter, as one would type it here."""
+    here = f'{os.getcwd()}/'
+    return sys.executable.removeprefix(here)
+
+
 def _finish(console: Console, workdir: Workdir, first: float | None, last: float | None) -> None:
     facts = {}
     if first is not None and last is not None:
@@ -184,7 +196,7 @@ def _finish(console: Console, workdir: Workdir, first: float | None, last: float
         'samples': str(workdir.samples_file),
         'checkpoints': str(workdir.checkpoints),
         'TensorBoard': f'tensorboard --logdir {workdir.tensorboard}',
-        'export': f'python -m sparrow_jax.export --workdir={workdir.path} --out={workdir.path}/export',
+        'export': f'{_python()} -m sparrow_jax.export --workdir={workdir.path} --out={workdir.path}/hf',
     }
     console.finish('Done', facts)
 
