@@ -23,7 +23,8 @@ except AttributeError:  # before 0.11
     _INTERPRETER = InterpretGPUParams(out_of_bounds_reads='uninitialized')
 
 _interpreting = contextvars.ContextVar('_interpreting', default=False)
-_LOADS_TAKE_INDICES = inspect.signature(plgpu.load).parameters['idx'].default is inspect.Parameter.empty  # before 0.11
+_index = inspect.signature(plgpu.load).parameters.get('idx')
+_LOADS_TAKE_INDICES = _index is not None and _index.default is inspect.Parameter.empty  # before 0.11
 
 # Layouts are inferred for a warpgroup as a whole; the default, one lane's view, knows fewer of them.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
