@@ -80,8 +80,9 @@ def get_config() -> ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.segment_steps = 64  # decode steps of one jitted call
     c.rollout.prefill_rows = 8  # prompts encoded by one prefill call
-    # Attention of the sampler: 'auto' takes the Pallas kernels of the platform where it has them, else the JAX
-    # definitions, and the start of the run says which; 'mosaic_gpu', 'mosaic_tpu' or 'reference' insist on one.
+    # Attention of the sampler: 'auto' takes the Pallas kernels of the platform once they have been run on such
+    # hardware, else the JAX definitions, and the start of the run says which; 'mosaic_gpu', 'mosaic_tpu' or 'reference'
+    # insist on one.
     c.rollout.kernels = 'auto'
 
     c.schedule = ConfigDict()

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.implementation import Implementation, choose, why_unfit
+from pallas_kernels.implementation import PROVEN_PLATFORMS, Implementation, choose, why_unfit
 from sparrow_jax.config import ConfigError, RolloutConfig
 from sparrow_jax.models.attention import best_implementation
 from sparrow_jax.models.decoder import logical_axes
@@ -231,6 +231,8 @@ class Engine:
         asked = self.rollout.kernels
         if asked == 'auto':
             chosen, why = choose(self.mesh.devices.flat[0])
+            if chosen.platform and not unfit and chosen.platform not in PROVEN_PLATFORMS:
+                unfit = f'the kernels have not been run on a {chosen.platform} yet; rollout.kernels={chosen} tries them'
             return (Implementation.REFERENCE, unfit) if unfit and chosen.platform else (chosen, why)
         kernels = Implementation(asked)
         if unfit and kernels is not Implementation.REFERENCE:

@@ -9,6 +9,7 @@ from sampler_setup import TIGHT, WIDE_SHAPE, Sampler, assert_same, make_model, m
 
 from pallas_kernels.implementation import Implementation, choose
 from sparrow_jax.config import ConfigError
+from sparrow_jax.rollout import engine as engine_module
 from sparrow_jax.sparsity.mismatch import acceptance, lower_quantile
 
 # Interpreted, a step takes seconds: five tokens, of which the last ones read 3 of 4 pages.
@@ -98,6 +99,17 @@ def test_kernels_that_do_not_take_the_heads_are_refused_before_anything_compiles
 def test_kernels_of_another_machine_are_refused_before_anything_compiles(model, name):
     with pytest.raises(ConfigError, match=rf'rollout.kernels={name}: this machine has a cpu; set it to auto'):
         Sampler(model, shape=WIDE_SHAPE, kernels=name)
+
+
+def test_auto_takes_kernels_only_where_they_have_been_run(wide_model, monkeypatch):
+    monkeypatch.setattr(engine_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
+    monkeypatch.setattr(engine_module, 'PROVEN_PLATFORMS', frozenset())
+    engine = Sampler(wide_model, shape=WIDE_SHAPE).engine
+    assert engine.kernels is Implementation.REFERENCE
+    assert engine.why_kernels.endswith('rollout.kernels=mosaic_gpu tries them')
+    monkeypatch.setattr(engine_module, 'PROVEN_PLATFORMS', frozenset({'gpu'}))
+    engine = Sampler(wide_model, shape=WIDE_SHAPE).engine
+    assert (engine.kernels, engine.why_kernels) == (Implementation.MOSAIC_GPU, 'some chip')
 
 
 def test_auto_says_why_there_are_no_kernels(model):
