@@ -40,6 +40,7 @@ class Implementation(enum.StrEnum):
 HEAD_DIMS = (64, 128)
 DTYPES = ('bfloat16', 'float32')
 PROVEN_PLATFORMS: frozenset[str] = frozenset()  # where every case has passed on hardware: `auto` takes kernels there
+FIRST_JAX_WITHOUT_GPU_KERNELS = (0, 12)
 _HOPPER = 9.0  # compute capability: Mosaic GPU needs its bulk copies and warpgroup products
 
 
@@ -65,7 +66,18 @@ def choose(device: 'jax.Device') -> tuple[Implementation, str]:
             Implementation.REFERENCE,
             f'{device.device_kind} has compute capability {device.compute_capability}; the kernels need {_HOPPER}',
         )
+    if reason := _why_not_compiled(Implementation.MOSAIC_GPU):
+        return Implementation.REFERENCE, reason
     return Implementation.MOSAIC_GPU, f'Pallas kernels for {device.device_kind}'
+
+
+def _why_not_compiled(implementation: Implementation) -> str | None:
+    """Why the installed JAX cannot compile an implementation. It would not fail, but search for layouts without end."""
+    import jax
+
+    if implementation is Implementation.MOSAIC_GPU and jax.__version_info__ >= FIRST_JAX_WITHOUT_GPU_KERNELS:
+        return f'the GPU kernels compile with jax 0.10.2 to 0.11, not with {jax.__version__}'
+    return None
 
 
 def named(op: str, implementation: Implementation | str) -> Implementation:
@@ -104,4 +116,6 @@ def check_fit(op: str, head_dim: int, group: int, dtype: Any) -> None:
 def kernel_module(op: str, implementation: Implementation) -> Any:
     """`pallas_kernels/<op>/kernel_gpu.py` or `kernel_tpu.py`, imported when first used."""
     implementation = named(op, implementation)
+    if reason := _why_not_compiled(implementation):
+        raise ValueError(f'{op}: {reason}')
     return importlib.import_module(f'pallas_kernels.{op}.kernel_{implementation.platform}')

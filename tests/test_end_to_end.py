@@ -129,12 +129,12 @@ def test_evaluate_writes_both_samplers_side_by_side(call, trained, capsys):
 
 @pytest.mark.slow
 def test_generate_streams_the_answer_and_keeps_facts_apart(call, trained, capsys):
-    arguments = (SMOKE, '--prompt=How many?')
+    arguments = (SMOKE, '--prompt=How many?', '--config.evaluate.temperature=1')
     assert call(generate, *arguments, f'--workdir={trained}') == 0
     out, err = capsys.readouterr()
     assert len(out.strip()) > 20
     assert 'tokens/s' not in out
-    assert ' tokens/s with reference kernels, finish reason ' in err
+    assert ' tokens/s with reference kernels, sparse sampler at temperature 1, finish reason ' in err
     assert '% of the dense KV bytes; policy after step 2\n' in err
     assert err.count('\n') == 1
     # Same prompt and seed: the same answer, but for the sampler.

@@ -10,8 +10,11 @@ import pathlib
 import sys
 
 import jax
+import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from pallas_kernels.implementation import FIRST_JAX_WITHOUT_GPU_KERNELS
 
 TPU_CHIPS = {'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'tpu7x': 'tpu7x:2x2x1'}
 
@@ -39,6 +42,8 @@ def compile_for_tpu(function, chip: str, *arguments, donate_argnums=()):
 
 def lower_for_h200(function, *arguments):
     """Lowers a function for an H200; arguments are arrays or `jax.ShapeDtypeStruct`s."""
+    if jax.__version_info__ >= FIRST_JAX_WITHOUT_GPU_KERNELS:
+        pytest.skip('the GPU kernels compile with jax before 0.12')
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     chip = AbstractDevice('NVIDIA H200', 132, 'gpu')
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ('x',), abstract_device=chip)):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import implementation
 from pallas_kernels.implementation import Implementation, choose, why_unfit
 
 
@@ -12,7 +13,8 @@ def device(platform, capability='0', kind='some chip'):
     return SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind)
 
 
-def test_a_platform_gets_its_kernels_and_the_others_the_definitions():
+def test_a_platform_gets_its_kernels_and_the_others_the_definitions(monkeypatch):
+    monkeypatch.setattr(implementation, 'FIRST_JAX_WITHOUT_GPU_KERNELS', (99,))
     assert choose(device('tpu'))[0] is Implementation.MOSAIC_TPU
     assert choose(device('gpu', '9.0'))[0] is Implementation.MOSAIC_GPU
     assert choose(device('gpu', '10.0'))[0] is Implementation.MOSAIC_GPU
@@ -20,6 +22,17 @@ def test_a_platform_gets_its_kernels_and_the_others_the_definitions():
     assert chosen is Implementation.REFERENCE
     assert why.startswith('NVIDIA A100 has compute capability 8.0')
     assert choose(device('cpu')) == (Implementation.REFERENCE, 'there are no kernels for cpu')
+
+
+def test_a_jax_that_cannot_compile_the_kernels_is_told_apart(monkeypatch):
+    monkeypatch.setattr(implementation, 'FIRST_JAX_WITHOUT_GPU_KERNELS', (0, 1))
+    chosen, why = choose(device('gpu', '9.0'))
+    assert chosen is Implementation.REFERENCE
+    assert 'compile with jax 0.10.2 to 0.11' in why
+    with pytest.raises(ValueError, match='sparse_decode: the GPU kernels compile with jax'):
+        implementation.kernel_module('sparse_decode', Implementation.MOSAIC_GPU)
+    assert implementation.kernel_module('sparse_decode', Implementation.MOSAIC_GPU_INTERPRETED)
+    assert choose(device('tpu'))[0] is Implementation.MOSAIC_TPU
 
 
 @pytest.mark.parametrize(
