@@ -55,6 +55,14 @@ def check_heads(op: str, query_heads: int, kv_heads: int) -> None:
         raise ValueError(f'{op}: q has {query_heads} heads, not a multiple of the {kv_heads} KV heads')
 
 
+def check_reserved(op: str, reserved_first: int, reserved_last: int) -> None:
+    """Raises ValueError unless the pages that are always read include the newest, which has no landmark yet."""
+    if reserved_first < 0:
+        raise ValueError(f'{op}: reserved_first={reserved_first}: must not be negative')
+    if reserved_last < 1:
+        raise ValueError(f'{op}: reserved_last={reserved_last}: must be at least 1, the page that is not full')
+
+
 def check_counts(op: str, ids_BKM: jax.Array, pages: int) -> None:
     """Raises ValueError where more pages could be read than there are."""
     if ids_BKM.shape[-1] > pages:

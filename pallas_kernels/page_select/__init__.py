@@ -4,7 +4,7 @@ from numbers import Integral
 
 import jax
 
-from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_shapes
+from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_reserved, check_shapes
 from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 from pallas_kernels.page_select import reference
 
@@ -66,10 +66,7 @@ def page_select(
     for name, number in numbers.items():
         if not isinstance(number, Integral):
             raise ValueError(f'page_select: {name}={number!r}: must be a whole number')
-    if reserved_first < 0:
-        raise ValueError(f'page_select: reserved_first={reserved_first}: must not be negative')
-    if reserved_last < 1:
-        raise ValueError(f'page_select: reserved_last={reserved_last}: must be at least 1, the page that is not full')
+    check_reserved('page_select', reserved_first, reserved_last)
     least = min(reserved_first + reserved_last, sizes['N'])
     if max_pages < least:
         raise ValueError(f'page_select: max_pages={max_pages}: must be at least {least} to hold the reserved pages')

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_shapes
+from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_reserved, check_shapes
 from pallas_kernels.implementation import Implementation, check_fit, kernel_module
 from pallas_kernels.sparse_prefill import blocked
 from pallas_kernels.sparse_prefill.attention import masked_attention
@@ -76,10 +76,7 @@ def sparse_prefill(
         if array.dtype != q_BTHA.dtype:
             raise ValueError(f'{op}: {name} must have the dtype of q_BTHA, {q_BTHA.dtype}, got {array.dtype}')
     check_heads(op, sizes['H'], sizes['K'])
-    if reserved_first < 0:
-        raise ValueError(f'{op}: reserved_first={reserved_first}: must not be negative')
-    if reserved_last < 1:
-        raise ValueError(f'{op}: reserved_last={reserved_last}: must be at least 1, the page that is not full')
+    check_reserved(op, reserved_first, reserved_last)
     if implementation is not Implementation.REFERENCE:
         check_fit(op, sizes['A'], sizes['H'] // sizes['K'], k_BTKA.dtype)
 
