@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.bench [--op=sparse_decode,page_select] [--grid=full|short] [--out=bench.json] [--no-peers]
 
-Device time: the calls of one shape stand in one jitted graph, each with inputs of its own so that none finds them in
-the cache, and the graph is run many times without waiting in between; the median of five such runs counts. The read
+Device time: the calls of one shape stand in one jitted graph, in turn with different inputs so that none finds them
+in the cache, and the graph is run many times without waiting in between; the median of five such runs counts. The read
 bandwidth of the machine is measured in the same run, by a reduction over 8 GB; every time stands beside bytes over
 4.3 TB/s, the ceiling that attention reads reach on an H200, and as a share of that measured bandwidth. Peers
 (FlashInfer, torch) are measured by `pallas_kernels.peers` in a process of their own, where they are installed.
@@ -18,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -40,9 +41,10 @@ from pallas_kernels.sparse_prefill import sparse_prefill
 
 CEILING = 4.3e12  # bytes a second that attention reads reach on an H200
 LEAST_BANDWIDTH = 4.2e12  # a run that measures less on an H200 is not valid
-ROTATED_BYTES = 256 << 20  # several times the second-level cache of an H200
-MOST_SETS = 16
+LEAST_SETS = 32  # so that counting the rounds, a few microseconds each, matters little
 LEAST_SECONDS = 0.05  # of one timed run
+GRAPH_SECONDS = 2e-3  # of one graph, by the bound: starting it takes the host some 0.1 ms
+LEAST_KERNEL_SECONDS = 4e-6  # that any call is reckoned with
 DTYPE = jnp.bfloat16
 
 
@@ -50,12 +52,14 @@ DTYPE = jnp.bfloat16
 class Prepared:
     """A shape with its inputs.
 
-    A run of the graph calls `function(*fixed, *each)` once for each of the sets, or `steps` times
-    `function(step, *fixed, *state)`, whose result is the next state; `bytes_read` is that of one call.
+    The graph has rounds. A round calls `function(length_B, *fixed, *each)` once for each of the sets, or `steps` times
+    `function(length_B, step, *fixed, *state)`, whose result is the next state; `bytes_read` is that of one call.
+    Lengths are one token shorter every other round: of rounds that are all alike the compiler would run one.
     """
 
     shape: Shape
     function: Callable[..., Any]
+    length_B: jax.Array
     fixed: tuple[Any, ...]
     sets: list[tuple[Any, ...]]
     bytes_read: int
@@ -64,17 +68,31 @@ class Prepared:
     compiled: Any = None
 
     @property
-    def calls(self) -> int:
+    def calls_of_round(self) -> int:
         return self.steps or len(self.sets)
 
+    @property
+    def rounds(self) -> int:
+        """As many as keep the device busy for longer than the host takes to start the graph."""
+        if self.shape.op == 'sparse_prefill':  # takes many times as long as it reads
+            return 1
+        return math.ceil(GRAPH_SECONDS / (self.calls_of_round * max(self.bytes_read / CEILING, LEAST_KERNEL_SECONDS)))
+
     def compile(self) -> 'Prepared':
-        def graph(fixed, sets, state):
-            results = [self.function(*fixed, *each) for each in sets]
+        def one_round(turn, state, length_B, fixed, sets):
+            length_B = length_B - turn % 2
+            results = [self.function(length_B, *fixed, *each) for each in sets]
             for step in range(self.steps):
-                state = self.function(step, *fixed, *state)
+                state = self.function(length_B, step, *fixed, *state)
             return results, state
 
-        lowered = jax.jit(graph, donate_argnums=2).lower(self.fixed, self.sets, self.state)
+        def graph(length_B, fixed, sets, state):
+            again = lambda turn, before: one_round(turn, before[1], length_B, fixed, sets)
+            kinds, _ = jax.eval_shape(one_round, 0, state, length_B, fixed, sets)
+            results = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
+            return jax.lax.fori_loop(0, self.rounds, again, (results, state))
+
+        lowered = jax.jit(graph, donate_argnums=3).lower(self.length_B, self.fixed, self.sets, self.state)
         return dataclasses.replace(self, compiled=lowered.compile())
 
     def seconds(self) -> float:
@@ -85,19 +103,20 @@ class Prepared:
             nonlocal state
             began = time.perf_counter()
             for _ in range(times):
-                results, state = self.compiled(self.fixed, self.sets, state)
+                results, state = self.compiled(self.length_B, self.fixed, self.sets, state)
             jax.block_until_ready((results, state))
             return (time.perf_counter() - began) / times
 
         run(1)
         repeats = max(int(LEAST_SECONDS / max(run(1), 1e-6)), 3)
-        return statistics.median(run(repeats) for _ in range(5)) / self.calls
+        return statistics.median(run(repeats) for _ in range(5)) / (self.calls_of_round * self.rounds)
 
 
 def read_bandwidth(gigabytes: float) -> float:
     """Bytes a second of a reduction that only reads."""
     x = jnp.ones(int(gigabytes * 1e9) // 4, jnp.int32)
-    whole = Prepared(GRIDS['rehearsal'][0], jnp.sum, (), [(x,)], x.nbytes)
+    add = lambda length_B, x: (x + length_B[0]).sum()
+    whole = Prepared(GRIDS['rehearsal'][0], add, jnp.zeros(1, jnp.int32), (), [(x,)], x.nbytes)
     return x.nbytes / whole.compile().seconds()
 
 
@@ -125,58 +144,71 @@ class Inputs:
 
     def chosen(self, shape: Shape) -> jax.Array:
         """Physical ids of random pages in logical order, the newest among them, for each KV head."""
-        B, K, M = shape.sequences, shape.kv_heads, shape.read_pages
-        logical = np.argsort(self.rng.random((B, K, shape.pages - 1)), axis=-1)[..., : M - 1]
-        logical = np.concatenate([np.sort(logical, axis=-1), np.full((B, K, 1), shape.pages - 1)], axis=-1)
-        return jnp.asarray(np.take_along_axis(self.table_BN[:, None], logical, axis=2), jnp.int32)
+        self.key, key = jax.random.split(self.key)
+        return _chosen(key, jnp.asarray(self.table_BN), shape.kv_heads, shape.read_pages)
 
 
-def prepare(shape: Shape, inputs: Inputs, implementation: Implementation, most_calls: int = MOST_SETS) -> Prepared:
-    """The inputs of a shape, over a cache that may serve other shapes. most_calls: in one graph."""
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _chosen(key: jax.Array, table_BN: jax.Array, K: int, M: int) -> jax.Array:
+    B, N = table_BN.shape
+    logical = jnp.argsort(jax.random.uniform(key, (B, K, N - 1)), axis=-1)[..., : M - 1]
+    logical = jnp.concatenate([jnp.sort(logical, axis=-1), jnp.full((B, K, 1), N - 1)], axis=-1)
+    return jnp.take_along_axis(table_BN[:, None], logical, axis=2)
+
+
+def select_options(shape: Shape) -> dict[str, int]:
+    """What a page_select of the shape is told beside its arrays."""
+    return {
+        'page_tokens': shape.page_tokens,
+        'max_pages': shape.read_pages,
+        'reserved_first': RESERVED_FIRST,
+        'reserved_last': RESERVED_LAST,
+    }
+
+
+def prepare(shape: Shape, inputs: Inputs, implementation: Implementation, calls: int = LEAST_SETS) -> Prepared:
+    """The inputs of a shape, over a cache that may serve other shapes. calls: in one round."""
     B, K, A = shape.sequences, shape.kv_heads, shape.head_dim
     pages, table, length = inputs.pages_KPCE, jnp.asarray(inputs.table_BN), inputs.length_B
     page_bytes = pages.nbytes // (K * pages.shape[1])
 
-    def sets(make: Callable[[], tuple[Any, ...]], bytes_read: int) -> list[tuple[Any, ...]]:
-        return [make() for _ in range(min(max(-(-ROTATED_BYTES // bytes_read), 4), most_calls))]
+    def sets(make: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return [make() for _ in range(calls)]
 
     if shape.op == 'sparse_decode':
         count = jnp.full(B, shape.read_pages, jnp.int32)
         read = B * K * shape.read_pages * page_bytes
 
-        def attend(pages, count, length, q, ids):
+        def attend(length, pages, count, q, ids):
             return sparse_decode(q, pages, None, ids, count, length, implementation=implementation)
 
-        each = sets(lambda: (inputs.queries(shape), inputs.chosen(shape)), read)
-        return Prepared(shape, attend, (pages, count, length), each, read)
+        each = sets(lambda: (inputs.queries(shape), inputs.chosen(shape)))
+        return Prepared(shape, attend, length, (pages, count), each, read)
     if shape.op == 'dense_decode':
 
-        def attend_all(pages, table, length, q):
+        def attend_all(length, pages, table, q):
             return dense_decode(q, pages, table, length, implementation=implementation)
 
         read = B * K * shape.pages * page_bytes
-        each = sets(lambda: (inputs.queries(shape, shape.queries),), read)
-        return Prepared(shape, attend_all, (pages, table, length), each, read)
+        each = sets(lambda: (inputs.queries(shape, shape.queries),))
+        return Prepared(shape, attend_all, length, (pages, table), each, read)
     if shape.op == 'page_select':
         budget = jnp.full(B, shape.read_pages - RESERVED_FIRST - RESERVED_LAST, jnp.int32)
 
-        def choose_pages(table, length, budget, q, landmarks):
+        def choose_pages(length, table, budget, q, landmarks):
             return page_select(
                 q,
                 landmarks,
                 length,
                 budget,
                 table,
-                page_tokens=shape.page_tokens,
-                max_pages=shape.read_pages,
-                reserved_first=RESERVED_FIRST,
-                reserved_last=RESERVED_LAST,
                 implementation=implementation,
+                **select_options(shape),
             )
 
         read = B * K * shape.pages * A * 2
-        each = sets(lambda: (inputs.queries(shape), inputs.normal((B, K, shape.pages, A))), read)
-        return Prepared(shape, choose_pages, (table, length, budget), each, read)
+        each = sets(lambda: (inputs.queries(shape), inputs.normal((B, K, shape.pages, A))))
+        return Prepared(shape, choose_pages, length, (table, budget), each, read)
     if shape.op == 'sparse_prefill':
         budget = jnp.full((B, shape.cached_tokens), shape.read_pages - RESERVED_FIRST - RESERVED_LAST, jnp.int32)
 
@@ -198,16 +230,17 @@ def prepare(shape: Shape, inputs: Inputs, implementation: Implementation, most_c
 
         q, do = (inputs.queries(shape, shape.cached_tokens) for _ in range(2))
         k, v = (inputs.normal((B, shape.cached_tokens, K, A)) for _ in range(2))
-        return Prepared(shape, train, (length, budget), [(q, k, v, do)], sum(x.nbytes for x in (q, k, v, do)))
+        return Prepared(shape, train, length, (budget,), [(q, k, v, do)], sum(x.nbytes for x in (q, k, v, do)))
     assert shape.op == 'landmark_update'
 
-    def write(step, table, position, write, k, v, pages, landmarks):
-        return landmark_update(pages, landmarks, k, v, table, position - step, write, implementation=implementation)
+    def write(length, step, table, write, k, v, pages, landmarks):
+        position = length - 1 - step
+        return landmark_update(pages, landmarks, k, v, table, position, write, implementation=implementation)
 
     token = lambda: inputs.normal((B, K, A))
-    fixed = (table, length - 1, jnp.ones(B, bool), token(), token())
+    fixed = (table, jnp.ones(B, bool), token(), token())
     state = (inputs.normal(pages.shape), inputs.normal((B, K, shape.pages, A)))
-    return Prepared(shape, write, fixed, [], B * K * page_bytes, state, steps=min(shape.page_tokens, most_calls))
+    return Prepared(shape, write, length, fixed, [], B * K * page_bytes, state, steps=calls)
 
 
 def with_gradients(attend: Callable[..., jax.Array], q, k, v, do) -> tuple[jax.Array, ...]:
@@ -220,7 +253,8 @@ def dense_peer(prepared: Prepared) -> dict[str, float]:
     """Microseconds of cuDNN's attention over all tokens of a sparse_prefill."""
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation='cudnn')
     try:
-        dense = dataclasses.replace(prepared, function=functools.partial(with_gradients, attend), fixed=())
+        train = lambda _, *tokens: with_gradients(attend, *tokens)
+        dense = dataclasses.replace(prepared, function=train, fixed=())
         return {'cuDNN dense': dense.compile().seconds() * 1e6}
     except Exception as error:  # an installation without it
         print(f'{prepared.shape.title}: {error!r}'[:300], file=sys.stderr)
@@ -318,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for group in by_cache(shapes):
         inputs = Inputs(group[0])
-        prepared = [prepare(shape, inputs, implementation, 2 if options.rehearse else MOST_SETS) for shape in group]
+        prepared = [prepare(shape, inputs, implementation, 2 if options.rehearse else LEAST_SETS) for shape in group]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiled = list(pool.map(Prepared.compile, prepared))
         for each in compiled:

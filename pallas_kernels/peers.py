@@ -16,17 +16,18 @@ from typing import Any
 from pallas_kernels.shapes import RESERVED_FIRST, RESERVED_LAST, Shape
 
 SETS = 4  # inputs in turn, so that none is found in the cache
+TURNS = 8  # of all inputs in a graph: what starting it takes counts little then
 WORKSPACE_BYTES = 128 << 20
 
 
 def graph_us(torch, calls: list[Callable[[], Any]]) -> float:
-    """Microseconds of one of the calls, captured together in a graph."""
+    """Microseconds of one of the calls, captured together in a graph, several times."""
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
+        for call in calls * TURNS:
             call()
     graph.replay()
     torch.cuda.synchronize()
@@ -38,7 +39,7 @@ def graph_us(torch, calls: list[Callable[[], Any]]) -> float:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        measured.append(start.elapsed_time(end) * 1e3 / 10 / len(calls))
+        measured.append(start.elapsed_time(end) * 1e3 / 10 / (len(calls) * TURNS))
     return statistics.median(measured)
 
 

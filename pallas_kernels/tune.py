@@ -1,9 +1,10 @@
-"""Times candidates for the block sizes of sparse_decode and dense_decode on the GPU at hand.
+"""Times candidates for the block sizes of sparse_decode, dense_decode and page_select on the GPU at hand.
 
-    python -m pallas_kernels.tune [--op=sparse_decode,dense_decode] [--grid=short|full] [--out=tune.json]
+    python -m pallas_kernels.tune [--op=sparse_decode,page_select] [--grid=short|full] [--out=tune.json]
 
-For each shape of `shapes` it prints the fastest sizes and how far behind those of `tuning_gpu` are; the last lines say
-which sizes are best over all shapes of an operation, by the geometric mean of time over limit.
+For each shape of `shapes` it prints the fastest sizes and how far behind those in use are, which stand in `tuning_gpu`
+and in `page_select.tuning`; the last lines say which sizes are best over all shapes of an operation, by the geometric
+mean of time over limit.
 """
 
 import argparse
@@ -14,42 +15,61 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallas_kernels.bench import Inputs, Prepared, by_cache, measure, prepare, read_bandwidth, why_no_file
+from pallas_kernels.bench import (
+    Inputs,
+    Prepared,
+    by_cache,
+    measure,
+    prepare,
+    read_bandwidth,
+    select_options,
+    why_no_file,
+)
 from pallas_kernels.implementation import Implementation, choose, kernel_module
+from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
 from pallas_kernels.shapes import GRIDS, Shape
 from pallas_kernels.tuning_gpu import DENSE_DECODE, SPARSE_DECODE, Blocks
 
-IN_USE = {'sparse_decode': SPARSE_DECODE, 'dense_decode': DENSE_DECODE}
-CANDIDATES = [
+IN_USE: dict[str, Any] = {'sparse_decode': SPARSE_DECODE, 'dense_decode': DENSE_DECODE, 'page_select': HOPPER}
+_ATTENTION = [
     Blocks(*sizes)
     for sizes in itertools.product((64, 128), (2, 3, 4, 6), (4096, 8192, 16384, 1 << 20))
     if sizes[0] * sizes[1] <= 64 * 6  # what fits into shared memory
 ]
+CANDIDATES: dict[str, list[Any]] = {
+    'sparse_decode': _ATTENTION,
+    'dense_decode': _ATTENTION,
+    'page_select': [
+        HopperBlocks(*sizes)
+        for sizes in itertools.product((1, 2, 4), (32 << 10, 64 << 10, 96 << 10, 192 << 10), (512, 1024), (1, 2))
+    ],
+}
 
 
-def with_blocks(prepared: Prepared, blocks: Blocks, *, interpret: bool = False) -> Prepared:
+def with_blocks(prepared: Prepared, blocks: Any, *, interpret: bool = False) -> Prepared:
     """The same calls with other block sizes."""
     op = prepared.shape.op
     call = functools.partial(
-        getattr(kernel_module(op, Implementation.MOSAIC_GPU), op),
-        out_dtype=prepared.fixed[0].dtype,
-        interpret=interpret,
-        blocks=blocks,
+        getattr(kernel_module(op, Implementation.MOSAIC_GPU), op), interpret=interpret, blocks=blocks
     )
 
-    def sparse(pages, count, length, q, ids):
-        return call(q, pages, None, ids, count, length)
+    def sparse(length, pages, count, q, ids):
+        return call(q, pages, None, ids, count, length, out_dtype=pages.dtype)
 
-    def dense(pages, table, length, q):
-        return call(q, pages, table, length)
+    def dense(length, pages, table, q):
+        return call(q, pages, table, length, out_dtype=pages.dtype)
 
-    return dataclasses.replace(prepared, function=sparse if op == 'sparse_decode' else dense)
+    def select(length, table, budget, q, landmarks):
+        return call(q, landmarks, length, budget, table, **select_options(prepared.shape))
+
+    functions: dict[str, Callable[..., Any]] = {'sparse_decode': sparse, 'dense_decode': dense, 'page_select': select}
+    return dataclasses.replace(prepared, function=functions[op])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,34 +96,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         for shape in group:
             plain = prepare(shape, inputs, implementation)
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                candidates = [with_blocks(plain, blocks) for blocks in CANDIDATES]
+                candidates = [with_blocks(plain, blocks) for blocks in CANDIDATES[shape.op]]
                 compiled = list(pool.map(Prepared.compile, candidates))
             measured = [
                 {**measure(each, bandwidth), **dataclasses.asdict(blocks)}
-                for each, blocks in zip(compiled, CANDIDATES, strict=True)
+                for each, blocks in zip(compiled, CANDIDATES[shape.op], strict=True)
             ]
             rows += measured
             print(_line(shape, measured), flush=True)
     for op in ops:
-        best = min(CANDIDATES, key=functools.partial(_mean, [row for row in rows if row['op'] == op]))
+        best = min(CANDIDATES[op], key=functools.partial(_mean, [row for row in rows if row['op'] == op]))
         print(f'{op}: best over all {best}, in use {IN_USE[op]}')
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + '\n')
     return 0
 
 
-def _of(rows: list[dict[str, Any]], blocks: Blocks) -> list[dict[str, Any]]:
+def _of(rows: list[dict[str, Any]], blocks: Any) -> list[dict[str, Any]]:
     return [row for row in rows if all(row[name] == size for name, size in dataclasses.asdict(blocks).items())]
 
 
-def _mean(rows: list[dict[str, Any]], blocks: Blocks) -> float:
+def _mean(rows: list[dict[str, Any]], blocks: Any) -> float:
     return math.exp(sum(math.log(row['us'] / row['limit_us']) for row in _of(rows, blocks)) / len(_of(rows, blocks)))
 
 
 def _line(shape: Shape, rows: list[dict[str, Any]]) -> str:
     best = min(rows, key=lambda row: row['us'])
-    [used] = _of(rows, IN_USE[shape.op])
-    sizes = ', '.join(f'{field.name} {best[field.name]}' for field in dataclasses.fields(Blocks))
+    used_blocks = IN_USE[shape.op]
+    [used] = _of(rows, used_blocks)
+    sizes = ', '.join(f'{field.name} {best[field.name]}' for field in dataclasses.fields(used_blocks))
     return f'{shape.title:<58} {best["us"]:.1f} us with {sizes}; in use {used["us"]:.1f} us'
 
 

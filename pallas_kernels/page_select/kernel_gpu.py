@@ -2,7 +2,7 @@
 
 A thread block takes one KV head of one sequence. Its warpgroups stream the landmarks of existing pages through shared
 memory by bulk copies, and leave one float32 score a page. The first warpgroup then turns scores into integers of the
-same order, finds the last one chosen bit by bit, two bits a round, with counts over the block, and writes every chosen
+same order, finds the last one chosen from its highest bits down, with counts over the block, and writes every chosen
 page to the place that the number of chosen ones before it gives.
 """
 
@@ -26,7 +26,6 @@ _STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'inter
 _RESERVED = jnp.iinfo(jnp.int32).max
 _MISSING = jnp.iinfo(jnp.int32).min
 _KEY_BITS = 32
-_ROUND_BITS = 2  # three counts a round cost little more than one, and halve the rounds
 _SWIZZLE_ROWS, _SWIZZLE_BYTES = 8, 128  # the unit in which copies shuffle rows, against bank conflicts
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _TILE_PAGES = 64  # rows of the layout in which a warpgroup holds a matrix
@@ -125,7 +124,7 @@ def page_select(
 
             first_ids = ids(jnp.int32(0))  # on their way while the cut is being found
             plgpu.barrier_wait(scored)
-            cut = _cut(keys, used_chunks, count, words_ref.at[pl.ds(0, 2)])
+            cut = _cut(keys, used_chunks, count, blocks.digit_bits, words_ref.at[pl.ds(0, 2)])
             unused = N if table_ref is None else 0
             _write(
                 keys, written_chunks, cut, count, ids, first_ids, unused, ids_ref.at[b, k], words_ref.at[pl.ds(2, 2)]
@@ -156,7 +155,7 @@ def page_select(
             ),
             plgpu.SMEM((warpgroups, A), jnp.float32),
             plgpu.SMEM((chunks * chunk,), jnp.int32),
-            plgpu.SMEM((4, (1 << _ROUND_BITS) - 1, lanes.WARPS), jnp.int32),
+            plgpu.SMEM((4, (1 << blocks.digit_bits) - 1, lanes.WARPS), jnp.int32),
             plgpu.Barrier(num_barriers=warpgroups * stages),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
@@ -190,13 +189,13 @@ class _Keys:
         return layout_cast(self.ref[pl.ds(part * self.chunk, self.chunk)], lanes.by_warp(self.chunk))
 
 
-def _cut(keys: _Keys, chunks: Any, count: jax.Array, words_ref: Any) -> tuple[jax.Array, jax.Array]:
+def _cut(keys: _Keys, chunks: Any, count: jax.Array, digit_bits: int, words_ref: Any) -> tuple[jax.Array, jax.Array]:
     """A number, and how many keys are above it: not more than `count`, and together with the equal ones not less.
 
     Built from the highest bits down, until exactly `count` keys reach it: most scores differ, and far from each other,
     so that a few of the bits tell the chosen ones from the others.
     """
-    digits = range(1, 1 << _ROUND_BITS)
+    digits = range(1, 1 << digit_bits)
 
     def unsure(state: Any) -> jax.Array:
         _, above, shift = state
@@ -213,14 +212,14 @@ def _cut(keys: _Keys, chunks: Any, count: jax.Array, words_ref: Any) -> tuple[ja
         none_N = layout_cast(jnp.zeros(keys.chunk, jnp.int32), lanes.by_warp(keys.chunk))
         reached = lanes.total(
             lax.fori_loop(0, chunks, add, [none_N] * len(tried)),
-            words_ref.at[lax.rem(lax.div(shift, _ROUND_BITS), 2)],
+            words_ref.at[lax.rem(lax.div(shift, digit_bits), 2)],
         )
         for higher, number in zip(tried, reached, strict=True):
             cut = jnp.where(number > count, higher, jnp.where(number == count, higher - 1, cut))
             above = jnp.where(number <= count, jnp.maximum(number, above), above)
-        return cut, above, shift - _ROUND_BITS
+        return cut, above, shift - digit_bits
 
-    state = jnp.int32(_MISSING), jnp.int32(0), jnp.int32(_KEY_BITS - _ROUND_BITS)
+    state = jnp.int32(_MISSING), jnp.int32(0), jnp.int32(_KEY_BITS - digit_bits)
     return lax.while_loop(unsure, narrow, state)[:2]
 
 

@@ -42,11 +42,13 @@ class HopperBlocks:
         held_bytes: of landmarks under way in all.
         chunk_pages: scores in registers at a time while pages are chosen, a multiple of 128 and of all warpgroups'
             tiles.
+        digit_bits: bits of the threshold found in one round, by 2^digit_bits - 1 counts and one wait for all warps.
     """
 
     warpgroups: int
     held_bytes: int
     chunk_pages: int
+    digit_bits: int
 
     def stages(self, tile_bytes: int) -> int:
         """Tiles that each warpgroup has under way: at least two, one to read from while the other arrives."""
@@ -54,4 +56,4 @@ class HopperBlocks:
 
 
 # Two blocks fit into a multiprocessor, shared memory and registers: one reads while the other chooses.
-HOPPER = HopperBlocks(warpgroups=2, held_bytes=64 << 10, chunk_pages=1024)
+HOPPER = HopperBlocks(warpgroups=2, held_bytes=64 << 10, chunk_pages=1024, digit_bits=2)

@@ -27,7 +27,7 @@ def test_bytes_are_those_that_have_to_be_read():
     """2 sequences, 8 heads of 128, 2 bytes: 6 pages of 16 tokens, 16 pages, 16 landmarks, 64 tokens of 48 heads."""
     inputs = bench.Inputs(GRIDS['rehearsal'][0])
     read = {
-        shape.op: bench.prepare(shape, inputs, bench.Implementation.REFERENCE, most_calls=1).bytes_read
+        shape.op: bench.prepare(shape, inputs, bench.Implementation.REFERENCE, calls=1).bytes_read
         for shape in GRIDS['rehearsal']
         if shape.page_tokens == 16
     }
