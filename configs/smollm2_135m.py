@@ -18,7 +18,7 @@ from configs import base
 def get_config(arg: str = '') -> ConfigDict:
     """The configuration; `arg` is '' or 'smoke'."""
     c = base.get_config()
-    c.steps = 40
+    c.steps = 60
 
     c.model.path = 'weights/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf'
     shape = c.model.shape
@@ -33,6 +33,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.tokenizer.chat_template = 'configs/smollm2_few_shot.jinja'
 
     c.data.source = 'reasoning_gym:chain_sum'
+    c.data.eval_examples = 512
     c.data.options = '{"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}'
 
     c.rollout.prompts_per_step = 32
@@ -40,10 +41,10 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.slots = 256
     c.rollout.max_prompt_tokens = 320
     c.rollout.max_response_tokens = 256
-    c.rollout.page_tokens = 16
+    c.rollout.page_tokens = 8  # a prompt and its answer fill some 33 pages
 
     c.schedule.kind = 'fixed'
-    c.schedule.budget_pages = 12  # with the reserved ones 15 of at most 36 pages
+    c.schedule.budget_pages = 16  # with the reserved ones 19
     c.mismatch.bin_width_tokens = 128
 
     c.learner.rows_per_microbatch = 32
