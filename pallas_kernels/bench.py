@@ -349,6 +349,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'{device.device_kind}, jax {jax.__version__}, {implementation} ({why})')
     print(f'read bandwidth {bandwidth / 1e12:.2f} TB/s{"" if valid else ": too low, this run is NOT VALID"}')
 
+    facts = {
+        'device': device.device_kind,
+        'jax': jax.__version__,
+        'implementation': implementation.value,
+        'read_bandwidth_tb_s': bandwidth / 1e12,
+        'valid': valid,
+        'command': ' '.join(sys.argv),
+    }
     rows = []
     for group in by_cache(shapes):
         inputs = Inputs(group[0])
@@ -362,17 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row['peers_us'] |= dense_peer(each)
             rows.append(row)
             print(show(row, row['peers_us']), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps({**facts, 'rows': rows}, indent=1) + '\n')
         del inputs, prepared, compiled
     if options.out:
-        facts = {
-            'device': device.device_kind,
-            'jax': jax.__version__,
-            'implementation': implementation.value,
-            'read_bandwidth_tb_s': bandwidth / 1e12,
-            'valid': valid,
-            'command': ' '.join(sys.argv),
-        }
-        options.out.write_text(json.dumps({**facts, 'rows': rows}, indent=1) + '\n')
         print(f'written to {options.out}')
     return 0
 

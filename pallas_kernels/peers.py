@@ -17,6 +17,7 @@ from pallas_kernels.shapes import RESERVED_FIRST, RESERVED_LAST, Shape
 
 SETS = 4  # inputs in turn, so that none is found in the cache
 TURNS = 8  # of all inputs in a graph: what starting it takes counts little then
+LEAST_US = 3e4  # of one timed run
 WORKSPACE_BYTES = 128 << 20
 
 
@@ -29,18 +30,19 @@ def graph_us(torch, calls: list[Callable[[], Any]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls * TURNS:
             call()
-    graph.replay()
-    torch.cuda.synchronize()
-    measured = []
-    for _ in range(5):
+
+    def replay_us(times: int) -> float:
         start, end = torch.cuda.Event(True), torch.cuda.Event(True)
         start.record()
-        for _ in range(10):
+        for _ in range(times):
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        measured.append(start.elapsed_time(end) * 1e3 / 10 / (len(calls) * TURNS))
-    return statistics.median(measured)
+        return start.elapsed_time(end) * 1e3 / times
+
+    replay_us(1)
+    times = max(int(LEAST_US / replay_us(1)), 3)
+    return statistics.median(replay_us(times) for _ in range(5)) / (len(calls) * TURNS)
 
 
 class Caches:

@@ -49,8 +49,8 @@ def _grid(sequences, lengths, groups, pages) -> list[Shape]:
     for B, S in itertools.product(sequences, lengths):
         for G, M in itertools.product(groups, pages):
             shapes.append(Shape('sparse_decode', B, S, G, read_pages=M))
-            # The same tokens in twice as many pages.
-            shapes.append(Shape('sparse_decode', B, S, G, page_tokens=8, read_pages=2 * M))
+            if groups[0] == G:  # the same tokens in twice as many pages
+                shapes.append(Shape('sparse_decode', B, S, G, page_tokens=8, read_pages=2 * M))
             shapes.append(Shape('page_select', B, S, G, read_pages=M))
         shapes += [Shape('dense_decode', B, S, G) for G in groups]
         shapes.append(Shape('landmark_update', B, S, groups[0]))
@@ -71,6 +71,16 @@ GRIDS = {
         *_grid((32,), (32768,), (2, 5), (256,)),
         Shape('dense_decode', 4, 16384, 2, queries=256),
         *_prefill(1, (8192, 16384), (64, 256)),
+    ],
+    'tune': [
+        *(
+            Shape('page_select', B, S, 2, read_pages=M)
+            for B, S, M in ((16, 8192, 64), (16, 16384, 256), (64, 16384, 256))
+        ),
+        *(Shape('sparse_decode', B, 16384, 2, read_pages=M) for B, M in ((16, 64), (32, 256))),
+        Shape('sparse_decode', 32, 16384, 2, page_tokens=8, read_pages=512),
+        Shape('dense_decode', 16, 16384, 2),
+        Shape('dense_decode', 32, 16384, 5),
     ],
     'rehearsal': [
         *_grid((2,), (256,), (2,), (6,)),

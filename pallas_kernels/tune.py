@@ -1,6 +1,6 @@
 """Times candidates for the block sizes of sparse_decode, dense_decode and page_select on the GPU at hand.
 
-    python -m pallas_kernels.tune [--op=sparse_decode,page_select] [--grid=short|full] [--out=tune.json]
+    python -m pallas_kernels.tune [--op=sparse_decode,page_select] [--grid=tune|short|full] [--out=tune.json]
 
 For each shape of `shapes` it prints the fastest sizes and how far behind those in use are, which stand in `tuning_gpu`
 and in `page_select.tuning`; the last lines say which sizes are best over all shapes of an operation, by the geometric
@@ -39,7 +39,7 @@ from pallas_kernels.tuning_gpu import DENSE_DECODE, SPARSE_DECODE, Blocks
 IN_USE: dict[str, Any] = {'sparse_decode': SPARSE_DECODE, 'dense_decode': DENSE_DECODE, 'page_select': HOPPER}
 _ATTENTION = [
     Blocks(*sizes)
-    for sizes in itertools.product((64, 128), (2, 3, 4, 6), (4096, 8192, 16384, 1 << 20))
+    for sizes in itertools.product((64, 128), (2, 3, 4, 6), (4096, 8192, 1 << 20))
     if sizes[0] * sizes[1] <= 64 * 6  # what fits into shared memory
 ]
 CANDIDATES: dict[str, list[Any]] = {
@@ -47,7 +47,7 @@ CANDIDATES: dict[str, list[Any]] = {
     'dense_decode': _ATTENTION,
     'page_select': [
         HopperBlocks(*sizes)
-        for sizes in itertools.product((1, 2, 4), (32 << 10, 64 << 10, 96 << 10, 192 << 10), (512, 1024), (1, 2))
+        for sizes in itertools.product((1, 2, 4), (32 << 10, 64 << 10, 96 << 10, 128 << 10), (1024,), (1, 2))
     ],
 }
 
@@ -75,7 +75,7 @@ def with_blocks(prepared: Prepared, blocks: Any, *, interpret: bool = False) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='python -m pallas_kernels.tune', description=__doc__.splitlines()[0])
     parser.add_argument('--op', default=','.join(IN_USE), help='operations, separated by commas')
-    parser.add_argument('--grid', default='short', choices=('short', 'full'), help='which shapes')
+    parser.add_argument('--grid', default='tune', choices=('tune', 'short', 'full'), help='which shapes')
     parser.add_argument('--out', type=Path, help='a JSON file for all figures')
     options = parser.parse_args(argv)
     if options.out and (why_not := why_no_file(options.out)):
@@ -104,11 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             rows += measured
             print(_line(shape, measured), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(rows, indent=1) + '\n')
     for op in ops:
         best = min(CANDIDATES[op], key=functools.partial(_mean, [row for row in rows if row['op'] == op]))
         print(f'{op}: best over all {best}, in use {IN_USE[op]}')
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + '\n')
     return 0
 
 
