@@ -47,7 +47,7 @@ CANDIDATES: dict[str, list[Any]] = {
     'dense_decode': _ATTENTION,
     'page_select': [
         HopperBlocks(*sizes)
-        for sizes in itertools.product((1, 2, 4), (32 << 10, 64 << 10, 96 << 10, 128 << 10), (1024,), (1, 2))
+        for sizes in itertools.product((1, 2, 4), (32 << 10, 64 << 10, 96 << 10), (1024,), (1, 2, 3))
     ],
 }
 

@@ -198,12 +198,14 @@ def _cut(keys: _Keys, chunks: Any, count: jax.Array, digit_bits: int, words_ref:
     digits = range(1, 1 << digit_bits)
 
     def unsure(state: Any) -> jax.Array:
-        _, above, shift = state
-        return (shift >= 0) & (above < count)
+        _, above, bits = state
+        return (bits > 0) & (above < count)
 
     def narrow(state: Any) -> Any:
-        cut, above, shift = state
-        tried = [cut + lax.shift_left(jnp.int32(digit), shift) for digit in digits]
+        cut, above, bits = state  # the lowest `bits` are not known yet
+        shift = jnp.maximum(bits - digit_bits, 0)
+        most = lax.shift_left(jnp.int32(1), bits - shift) - 1  # the last digit can be a shorter one
+        tried = [cut + lax.shift_left(jnp.minimum(digit, most), shift) for digit in digits]
 
         def add(part: jax.Array, reached: list[jax.Array]) -> list[jax.Array]:
             key_N = keys[part]
@@ -212,14 +214,14 @@ def _cut(keys: _Keys, chunks: Any, count: jax.Array, digit_bits: int, words_ref:
         none_N = layout_cast(jnp.zeros(keys.chunk, jnp.int32), lanes.by_warp(keys.chunk))
         reached = lanes.total(
             lax.fori_loop(0, chunks, add, [none_N] * len(tried)),
-            words_ref.at[lax.rem(lax.div(shift, digit_bits), 2)],
+            words_ref.at[lax.rem(lax.div(bits + digit_bits - 1, digit_bits), 2)],
         )
         for higher, number in zip(tried, reached, strict=True):
             cut = jnp.where(number > count, higher, jnp.where(number == count, higher - 1, cut))
             above = jnp.where(number <= count, jnp.maximum(number, above), above)
-        return cut, above, shift - digit_bits
+        return cut, above, shift
 
-    state = jnp.int32(_MISSING), jnp.int32(0), jnp.int32(_KEY_BITS - digit_bits)
+    state = jnp.int32(_MISSING), jnp.int32(0), jnp.int32(_KEY_BITS)
     return lax.while_loop(unsure, narrow, state)[:2]
 
 

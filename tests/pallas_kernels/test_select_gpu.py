@@ -51,7 +51,7 @@ def small_blocks():
         reserved_first=1,
         reserved_last=2,
         interpret=True,
-        blocks=HopperBlocks(warpgroups=1, held_bytes=1, chunk_pages=128, digit_bits=1),
+        blocks=HopperBlocks(warpgroups=1, held_bytes=1, chunk_pages=128, digit_bits=3),
     )
 
 
@@ -140,7 +140,7 @@ def test_kernel_chooses_the_same_pages(case, physical):
 @pytest.mark.parametrize('seed', range(20))
 @pytest.mark.parametrize(
     'blocks',
-    [HOPPER, HopperBlocks(1, 1, 128, 1), HopperBlocks(4, 96 << 10, 256, 2)],
+    [HOPPER, HopperBlocks(1, 1, 128, 1), HopperBlocks(4, 96 << 10, 256, 3)],
     ids=str,
 )
 def test_random_choices_on_a_gpu_are_those_of_numpy(small_blocks, blocks, seed, ties):
