@@ -86,7 +86,8 @@ def get_config() -> ConfigDict:
     c.rollout.kernels = 'auto'
 
     c.schedule = ConfigDict()
-    c.schedule.kind = 'fixed'  # 'dense', 'fixed', 'published' or 'file'
+    c.schedule.kind = 'fixed'  # 'dense', 'fixed', 'published', 'file', or 'adaptive': budgets follow the measured p05
+    c.schedule.start = 'fixed'  # 'adaptive': which of the others it starts from
     c.schedule.budget_pages = 64  # 'fixed': top-k pages at every length, reserved pages not counted
     c.schedule.model = ''  # 'published': 'qwen3-1.7b', 'qwen3-4b' or 'qwen3-8b' (14B: as the paper, see its config)
     c.schedule.target_p05 = 0.86  # 'published': which table
@@ -94,6 +95,15 @@ def get_config() -> ConfigDict:
     c.schedule.reserved_first_pages = 1  # always read, on top of the budget
     c.schedule.reserved_last_pages = 2
     c.schedule.dense_layers = (0, 1)  # layers that read the whole cache
+
+    c.controller = ConfigDict()  # of the 'adaptive' schedule; its length bins are mismatch.bin_width_tokens wide
+    c.controller.target_p05 = 0.86  # exact alpha that the 5th percentile of every length bin is held at
+    c.controller.probes = 4  # slots of each data shard that the dense policy follows
+    c.controller.min_count = 2000  # measured tokens of a bin before its budget moves
+    c.controller.urgent_count = 500  # as few are enough to raise it, where p05 is below the target with confidence
+    c.controller.tolerance = 0.01  # distance of p05 from the target that moves nothing
+    c.controller.least_pages = 1  # of a budget
+    c.controller.most_pages = 0  # of a budget; 0 = as many as a sequence has
 
     c.mismatch = ConfigDict()
     c.mismatch.every_steps = 1  # measure alpha on every sampled token each n-th step; 0 = never

@@ -6,7 +6,10 @@ large is read.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +18,14 @@ from jax.sharding import Mesh
 
 from sparrow_jax import memory
 from sparrow_jax.checkpoint import Checkpoints
-from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.config import ConfigError, ControllerConfig, RunConfig
 from sparrow_jax.learner.learner import LearnerState
 from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
 from sparrow_jax.parallel import mesh as meshes
-from sparrow_jax.rollout.engine import Engine
+from sparrow_jax.rollout.engine import Engine, Probing
+from sparrow_jax.sparsity.controller import Control
 from sparrow_jax.sparsity.schedules import Schedule, load_schedule
 from sparrow_jax.tasks.prompts import PromptEncoder
 from sparrow_jax.workdir import Workdir
@@ -75,7 +79,8 @@ class Parts:
         make = lambda: init_decoder(self.shape, self.run.seed, **_dtypes(self.run))[1]
         return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
-    def engine(self) -> Engine:
+    def engine(self, adapts: bool = False) -> Engine:
+        """The sampler. adapts: whether an adaptive schedule is measured and moved, as in training."""
         return Engine(
             self.sampler_graph,
             self.shape,
@@ -84,6 +89,7 @@ class Parts:
             self.schedule,
             self.encoder.end_ids,
             self.run.model.compute_dtype,
+            _probing(self.run.controller, self.schedule) if adapts else None,
         )
 
 
@@ -105,7 +111,7 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
             f'{shape.max_positions} positions; '
             f'set rollout.max_response_tokens to at most {shape.max_positions - run.rollout.max_prompt_tokens}'
         )
-    schedule = load_schedule(run.schedule, run.rollout, shape.layers)
+    schedule = load_schedule(run.schedule, run.rollout, shape.layers, run.mismatch.bin_width_tokens)
     mesh = meshes.make_mesh(run.parallel)
     encoder = PromptEncoder(run.tokenizer, run.data, run.model.path)
     if len(encoder.tokenizer) > shape.vocab_size:
@@ -119,38 +125,79 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
     return Parts(run, mesh, shape, encoder, schedule, learner_graph, sampler_graph, parts)
 
 
+def _probing(config: ControllerConfig, schedule: Schedule) -> Probing | None:
+    """What an adaptive schedule measures; None for the others."""
+    if schedule.kind != 'adaptive':
+        return None
+    control = Control(
+        target=config.target_p05,
+        bin_width_tokens=schedule.bin_width_tokens,
+        min_count=config.min_count,
+        urgent_count=config.urgent_count,
+        tolerance=config.tolerance,
+        least_budget=config.least_pages,
+    )
+    return Probing(control, config.probes, config.most_pages)
+
+
 def _dtypes(run: RunConfig) -> dict[str, jnp.dtype]:
     """The dtype arguments of `Decoder`."""
     return {'param_dtype': jnp.dtype(run.model.param_dtype), 'compute_dtype': jnp.dtype(run.model.compute_dtype)}
 
 
-def policy_params(parts: Parts, workdir: str) -> tuple[nnx.State, int]:
-    """The weights of a run's newest checkpoint with its step, or the start weights with step 0 where there is none
-    (or no workdir).
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy to look at.
+
+    Attributes:
+        params: its weights.
+        step: of the checkpoint; 0 for start weights.
+        parts: those of the command; an adaptive schedule has the budgets that the run had arrived at.
+    """
+
+    params: nnx.State
+    step: int
+    parts: Parts
+
+
+def load_policy(parts: Parts, workdir: str) -> Policy:
+    """A run's newest checkpoint, or the start weights where there is none (or no workdir).
 
     Reads only: the run may still be training.
 
     Raises:
-        ConfigError: the workdir belongs to a run of another model.
+        ConfigError: the workdir belongs to a run of another model, or its budgets are for other pages or length bins.
     """
     folder = Path(workdir)
     if not workdir or not (folder / 'config.json').exists():
-        return parts.start_params(), 0
+        return Policy(parts.start_params(), 0, parts)
     opened, trained = Workdir.existing(workdir)
     if trained.model.shape != parts.run.model.shape or trained.model.random_weights != parts.run.model.random_weights:
         raise ConfigError(
             f'--workdir={workdir}: its run trains another model than --config; give the config that it was started with'
         )
     if not opened.checkpoints.exists():
-        return parts.start_params(), 0
+        return Policy(parts.start_params(), 0, parts)
     with Checkpoints(opened.checkpoints, read_only=True) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:
-            return parts.start_params(), 0
+            return Policy(parts.start_params(), 0, parts)
         # A learner state without its other parts: only the weights are read.
         wanted = LearnerState(parts.abstract_params(), None, None)
-        restored, _ = checkpoints.restore(step, wanted, partial=True)
-        return restored.params, step
+        restored, facts = checkpoints.restore(step, wanted, partial=True)
+    if parts.schedule.kind == 'adaptive' and facts.get('controller'):
+        parts = dataclasses.replace(parts, schedule=_arrived(parts, trained, facts['controller']))
+    return Policy(restored.params, step, parts)
+
+
+def _arrived(parts: Parts, trained: RunConfig, controller: Mapping[str, Any]) -> Schedule:
+    for field in ('rollout.page_tokens', 'mismatch.bin_width_tokens', 'schedule.start'):
+        section, name = field.split('.')
+        here, there = (getattr(getattr(run, section), name) for run in (parts.run, trained))
+        if here != there:
+            raise ConfigError(f'{field}={here!r}: the run has found its budgets with {there!r}; set it to that')
+    budgets = tuple(math.ceil(pages) for pages in controller['budget_Z'])
+    return dataclasses.replace(parts.schedule, budget_pages=budgets)
 
 
 def model_shape(run: RunConfig) -> DecoderShape:

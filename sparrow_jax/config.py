@@ -10,13 +10,15 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pallas_kernels.dense_decode import MAX_QUERIES
 from pallas_kernels.implementation import Implementation
 
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
-SCHEDULE_KINDS = ('dense', 'fixed', 'published', 'file')
+SCHEDULE_STARTS = ('dense', 'fixed', 'published', 'file')
+SCHEDULE_KINDS = (*SCHEDULE_STARTS, 'adaptive')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
 INT32 = 2**31 - 1  # the device counts with int32
 MOST = {'seed': 2**63 - 1, 'data.seed': 2**63 - 1}
@@ -114,6 +116,7 @@ class RolloutConfig:
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
     kind: str
+    start: str
     budget_pages: int
     model: str
     target_p05: float
@@ -121,6 +124,17 @@ class ScheduleConfig:
     reserved_first_pages: int
     reserved_last_pages: int
     dense_layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ControllerConfig:
+    target_p05: float
+    probes: int
+    min_count: int
+    urgent_count: int
+    tolerance: float
+    least_pages: int
+    most_pages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +211,7 @@ class RunConfig:
     reward: RewardConfig
     rollout: RolloutConfig
     schedule: ScheduleConfig
+    controller: ControllerConfig
     mismatch: MismatchConfig
     learner: LearnerConfig
     optimizer: OptimizerConfig
@@ -274,6 +289,39 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
     if kind is float and math.isinf(value) and name not in MAY_BE_INFINITE:
         raise ConfigError(f'{name}={value!r}: must be finite')
     return value
+
+
+def _validate_controller(run: RunConfig, need: Callable[[bool, str, Any, str], None]) -> None:
+    c = run.controller
+    need(0 < c.target_p05 < 1, 'controller.target_p05', c.target_p05, 'must be in (0, 1)')
+    need(c.probes >= 1, 'controller.probes', c.probes, 'must be at least 1')
+    need(
+        c.probes < run.rollout.slots,
+        'controller.probes',
+        c.probes,
+        f'must be fewer than rollout.slots={run.rollout.slots}: some sequences go without',
+    )
+    need(c.urgent_count >= 1, 'controller.urgent_count', c.urgent_count, 'must be at least 1')
+    need(
+        c.min_count >= c.urgent_count,
+        'controller.min_count',
+        c.min_count,
+        f'must be at least controller.urgent_count={c.urgent_count}',
+    )
+    need(0 <= c.tolerance < 1, 'controller.tolerance', c.tolerance, 'must be in [0, 1)')
+    need(c.least_pages >= 1, 'controller.least_pages', c.least_pages, 'must be at least 1')
+    need(
+        c.most_pages == 0 or c.most_pages >= c.least_pages,
+        'controller.most_pages',
+        c.most_pages,
+        f'must be 0 (no limit) or at least controller.least_pages={c.least_pages}',
+    )
+    need(
+        run.rollout.segment_steps <= MAX_QUERIES,
+        'rollout.segment_steps',
+        run.rollout.segment_steps,
+        f'an adaptive schedule scores a segment at once: set at most {MAX_QUERIES}',
+    )
 
 
 def validate(run: RunConfig) -> None:
@@ -369,10 +417,14 @@ def validate(run: RunConfig) -> None:
             s.dense_layers,
             f'the model has {shape.layers} layers',
         )
-    if s.kind == 'fixed':
+    one_of('schedule.start', s.start, SCHEDULE_STARTS)
+    if s.kind == 'adaptive':
+        _validate_controller(run, need)
+    start = s.start if s.kind == 'adaptive' else s.kind
+    if start == 'fixed':
         need(s.budget_pages >= 1, 'schedule.budget_pages', s.budget_pages, 'must be at least 1')
-    if s.kind == 'file':
-        need(bool(s.path), 'schedule.path', '', "schedule.kind='file' needs the path of a schedule.json")
+    if start == 'file':
+        need(bool(s.path), 'schedule.path', '', 'a schedule from a file needs the path of a schedule.json')
 
     need(run.mismatch.every_steps >= 0, 'mismatch.every_steps', run.mismatch.every_steps, 'must not be negative')
     need(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from sparrow_jax import commands
-from sparrow_jax.assembly import assemble, policy_params
+from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import RunConfig
 from sparrow_jax.console import Console
 from sparrow_jax.evaluation import encode_held_out, evaluate
@@ -29,9 +29,10 @@ def evaluate_run(run: RunConfig, workdir: str) -> int:
     held_out = encode_held_out(parts, load_problems(run.data, 'held_out'))
     with Console() as console, Verifier(run.reward, run.data, prompt_opens_think=parts.encoder.opens_think) as verifier:
         console.status('reading weights')
-        params, step = policy_params(parts, workdir)
+        policy = load_policy(parts, workdir)
+        parts, step = policy.parts, policy.step
         engine = parts.engine()
-        weights = engine.weights(params)
+        weights = engine.weights(policy.params)
         rows = {}
         samplers = ['dense'] if parts.schedule.kind == 'dense' else ['dense', 'sparse']
         for sampler in samplers:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from sparrow_jax import commands
-from sparrow_jax.assembly import assemble, policy_params
+from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
 from sparrow_jax.models.weights import save_hf
@@ -20,16 +20,16 @@ def export(workdir: str, out: str) -> int:
     _, run = Workdir.existing(workdir)
     folder = empty_folder(out, '--out')
     parts = assemble(run, trains=False, samples=False)
-    params, step = policy_params(parts, workdir)
-    if step == 0:
+    policy = load_policy(parts, workdir)
+    if policy.step == 0:
         raise ConfigError(f'--workdir={workdir}: no checkpoint there yet')
     parts.encoder.tokenizer.chat_template = parts.encoder.chat_template  # the one it was trained with
     parts.encoder.tokenizer.save_pretrained(folder)
     # config.json comes last: a folder without it is an interrupted export.
     dtype = str(jnp.dtype(run.model.compute_dtype))
-    save_hf(folder, parts.shape, params, dtype, end_ids=parts.encoder.end_ids, pad_id=parts.encoder.pad_id)
+    save_hf(folder, parts.shape, policy.params, dtype, end_ids=parts.encoder.end_ids, pad_id=parts.encoder.pad_id)
     with Console() as console:
-        console.message(f'wrote the policy after step {step} to {folder} ({dtype})')
+        console.message(f'wrote the policy after step {policy.step} to {folder} ({dtype})')
     return 0
 
 

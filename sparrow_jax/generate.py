@@ -13,7 +13,7 @@ import numpy as np
 from absl import flags
 
 from sparrow_jax import commands
-from sparrow_jax.assembly import assemble, policy_params
+from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.measures import read_metrics
 from sparrow_jax.rollout.engine import Sampling
@@ -39,11 +39,12 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     ids = parts.encoder.encode(Problem(index=0, question=prompt, answer='', source='prompt', metadata={}))
     if len(ids) > one.max_prompt_tokens:
         raise ConfigError(f'--prompt: has {len(ids)} tokens, rollout.max_prompt_tokens={one.max_prompt_tokens}')
-    params, step = policy_params(parts, workdir)
+    policy = load_policy(parts, workdir)
+    parts, step = policy.parts, policy.step
     engine = parts.engine()
     how = run.evaluate
     sampling = Sampling(how.temperature, how.top_p, sparse=sampler == 'sparse')
-    weights = engine.weights(params)
+    weights = engine.weights(policy.params)
     engine.warm_up(weights, [sampling])
     stream = _Stream(parts.encoder)
     began = time.perf_counter()

@@ -9,7 +9,8 @@ import numpy as np
 
 from sparrow_jax.learner.learner import Scores
 from sparrow_jax.learner.rows import Rows
-from sparrow_jax.rollout.engine import Response
+from sparrow_jax.rollout.engine import Adapted, Response
+from sparrow_jax.sparsity.controller import Control
 from sparrow_jax.sparsity.cost import kv_read_fraction
 from sparrow_jax.sparsity.mismatch import TailSummary, lower_quantile, summarize
 from sparrow_jax.sparsity.schedules import Schedule
@@ -110,6 +111,26 @@ def mismatch_metrics(
     for (low, high), value in tail.bins.items():
         metrics[f'sparse/alpha_p05/bin_{low}_{high}'] = value
     return metrics, tail
+
+
+def adaptive_metrics(
+    adapted: Adapted, control: Control, most_Z: np.ndarray, longest_tokens: int
+) -> tuple[dict[str, float], list[tuple[int, int]]]:
+    """What the controller did in a rollout, and the length bins whose budget it has raised as far as it may.
+
+    Args:
+        adapted: what the rollout left behind; control: what it holds on to; most_Z: largest budget of each bin, pages.
+        longest_tokens: cached tokens of the longest sequence; bins that none has reached are left out.
+    """
+    metrics, full = {'sparse/budget_moves': float(adapted.moves)}, []
+    for z in range(min(len(most_Z), longest_tokens // control.bin_width_tokens + 1)):
+        low, high = z * control.bin_width_tokens, (z + 1) * control.bin_width_tokens
+        metrics[f'sparse/budget_pages/bin_{low}_{high}'] = float(adapted.budget_Z[z])
+        if adapted.tail.tokens_Z[z] >= control.urgent_count:
+            metrics[f'sparse/probe_p05/bin_{low}_{high}'] = float(adapted.tail.p05_Z[z])
+        if adapted.budget_Z[z] >= most_Z[z] and adapted.controller.moves_Z[z]:
+            full.append((low, high))
+    return metrics, full
 
 
 def entropy_metric(scored: Sequence[tuple[Rows, Scores]]) -> dict[str, float]:

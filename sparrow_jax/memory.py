@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
 
 HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and what is not counted
 # Fitted to XLA's own count for gradients of 2 to 6 layers of width 512, 4 rows of 1,024 tokens, on the CPU (float32:
@@ -59,12 +60,16 @@ def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int],
 
     slots = -(-r.slots // shards)
     N, C = r.pages_per_sequence, r.page_tokens
-    pool_pages = r.pool_pages or slots * N
+    probes = run.controller.probes if run.schedule.kind == 'adaptive' else 0
+    pool_pages = r.pool_pages or (slots + probes) * N
     parts['rollout: KV pool'] = L * K * pool_pages * 2 * C * A * compute
     parts['rollout: landmarks'] = L * slots * K * N * A * compute
     if run.mismatch.every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
     parts['rollout: logits'] = 3 * slots * V * 4
+    if probes:
+        tokens = probes * r.segment_steps
+        parts['rollout: probes'] = 2 * tokens * D * compute + 3 * min(tokens * V, LOGITS_AT_ONCE) * 4
 
     rows = -(-le.rows_per_microbatch // shards)
     T = run.row_tokens

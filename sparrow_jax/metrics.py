@@ -19,7 +19,7 @@ from tensorboardX import SummaryWriter
 from sparrow_jax.config import ConfigError
 from sparrow_jax.workdir import Workdir
 
-MACHINE_PREFIXES = ('timing_s/', 'perf/', 'compile/')
+MACHINE_PREFIXES = ('timing_s/', 'perf/', 'compile/', 'sparse/probe_overhead')
 
 
 class MetricsWriter:

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from sparrow_jax.learner.advantages import ADVANTAGES
 from sparrow_jax.learner.learner import Learner, LearnerState, Scores
 from sparrow_jax.learner.rows import Rows, Sample, micro_batches
 from sparrow_jax.measures import (
+    adaptive_metrics,
     answer_rows,
     entropy_metric,
     length_metrics,
@@ -29,8 +31,10 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
-from sparrow_jax.rollout.engine import Progress, Response, Sampling
+from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
+from sparrow_jax.sparsity import controller as controllers
+from sparrow_jax.sparsity.controller import Controller
 from sparrow_jax.tasks.problems import Problem, load_problems
 from sparrow_jax.tasks.prompts import take_prompts
 from sparrow_jax.tasks.verifiers import Verifier
@@ -69,11 +73,13 @@ class Prepared:
         updates: micro-batches of each optimizer update.
         metrics: of the step so far.
         answers: rows for samples.jsonl.
+        controller: after the step's rollout, under an adaptive schedule.
     """
 
     updates: list[list[MicroBatch]]
     metrics: dict[str, float]
     answers: list[dict]
+    controller: Controller | None = None
 
 
 def as_samples(
@@ -94,7 +100,8 @@ class Trainer:
         self.train_set = load_problems(self.run.data, 'train')
         self.held_out = load_problems(self.run.data, 'held_out')
         self.held_out_prompts: HeldOut  # set by `check_data`, where the run evaluates
-        self.engine = parts.engine()
+        self.engine = parts.engine(adapts=self.run.phase == 'rl')
+        self.controller = self.engine.start_controller() if self.engine.probing else None
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
         self.check_data()
@@ -121,10 +128,14 @@ class Trainer:
                 'file (or the version of reasoning-gym), or give another --workdir'
             )
         self.position = Position(**facts['position'])
+        if self.controller is not None:
+            self.controller = controllers.from_facts(facts['controller'], self.controller)
         return step
 
     def save(self, checkpoints: Checkpoints) -> None:
         facts = {'position': dataclasses.asdict(self.position), 'data': self.train_set.fingerprint}
+        if self.controller is not None:
+            facts['controller'] = controllers.to_facts(self.controller)
         checkpoints.save(self.position.step, self.state, facts)
 
     def warm_up(self) -> None:
@@ -188,7 +199,7 @@ class Trainer:
         step = self.position.step + 1
         problems, prompts = self.next_prompts()
         weights = self.engine.weights(self.state.params)
-        responses, requests = self.sample(step, weights, prompts)
+        responses, requests, adapted = self.sample(step, weights, prompts)
         repeated = [p for p in problems for _ in range(self.run.rollout.samples_per_prompt)]
         completions = [self.parts.encoder.decode(r.tokens) for r in responses]
         with self.timed('reward', 'verifying'):
@@ -207,6 +218,8 @@ class Trainer:
             **read_metrics(self.parts.schedule, self.parts.shape.layers, prompt_tokens, responses),
             'sparse/pallas_kernels': float(self.engine.kernels.platform is not None),
         }
+        if adapted is not None:
+            metrics.update(self.adaptation(adapted, prompt_tokens, responses))
         if self.measured(step):
             metrics.update(self.mismatch(scored))
         if self.floored(step):
@@ -215,7 +228,20 @@ class Trainer:
         shown = slice(self.run.log.samples_per_step)
         prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in requests[shown]]
         answers = answer_rows(prompt_texts, repeated[shown], completions[shown], scores[shown], responses[shown])
-        return Prepared(updates, metrics, answers)
+        return Prepared(updates, metrics, answers, adapted.controller if adapted else None)
+
+    def adaptation(self, adapted: Adapted, prompt_tokens: list[int], responses: list[Response]) -> dict[str, float]:
+        """What the controller did in this step's rollout; says which bins it has made dense."""
+        assert self.engine.probing is not None
+        longest = max(n + len(r.tokens) for n, r in zip(prompt_tokens, responses, strict=True))
+        metrics, dense = adaptive_metrics(adapted, self.engine.probing.control, self.engine.most_budgets(), longest)
+        metrics['sparse/probe_overhead'] = adapted.probe_s / self.timings['timing_s/gen']
+        for low, high in dense:
+            self.console.notice_once(
+                f'no smaller budget holds p05 at {self.run.controller.target_p05} between {low:,} and {high:,} tokens: '
+                'sequences of this length read as many pages as they may'
+            )
+        return metrics
 
     def prepare_supervised(self) -> Prepared:
         """A batch of worked solutions."""
@@ -259,23 +285,26 @@ class Trainer:
         self.position.skipped_overlong += taken.skipped
         return list(taken.problems), list(taken.prompt_ids)
 
-    def sample(self, step: int, weights: nnx.State, prompts: list[list[int]]) -> tuple[list[Response], list[Request]]:
+    def sample(
+        self, step: int, weights: nnx.State, prompts: list[list[int]]
+    ) -> tuple[list[Response], list[Request], Adapted | None]:
         rollout = self.run.rollout
         requests = [
             Request(ids, i, sample, rollout.max_response_tokens)
             for i, ids in enumerate(prompts)
             for sample in range(rollout.samples_per_prompt)
         ]
+        how: dict[str, Any] = {
+            'run_key': self.key,
+            'step': step,
+            'sampling': self.sampling(self.measured(step)),
+            'on_progress': self.show_progress('sampling'),
+        }
         with self.timed('gen', 'sampling'):
-            responses = self.engine.generate(
-                weights,
-                requests,
-                run_key=self.key,
-                step=step,
-                sampling=self.sampling(self.measured(step)),
-                on_progress=self.show_progress('sampling'),
-            )
-        return responses, requests
+            if self.controller is None:
+                return self.engine.generate(weights, requests, **how), requests, None
+            responses, adapted = self.engine.generate_adaptively(weights, requests, self.controller, **how)
+        return responses, requests, adapted
 
     def make_updates(self, samples: list[Sample]) -> list[list[Rows]]:
         """The micro-batches of each optimizer update of the step; groups stay whole."""
@@ -322,11 +351,18 @@ class Trainer:
             rows = micro_batches(as_samples(few, responses, np.zeros(len(few))), self.learner.layout)
             scored = [(one, self.learner.score(self.state.params, self.learner.device(one))) for one in rows]
             _, tail = mismatch_metrics(scored, self.run.mismatch.bin_width_tokens, self.run.mismatch.min_count)
+        target = self.run.controller.target_p05
+        if self.controller is not None and tail.p05 < target:
+            self.console.notice_once(
+                f'controller.target_p05={target} is above the floor: even with all pages p05 is {tail.p05:.3f} in '
+                f'{self.run.model.compute_dtype}'
+            )
         return tail.p05
 
     def update(self, prepared: Prepared) -> dict[str, float]:
         """The step's optimizer updates; metrics are means over them. Not to be interrupted: the old state is gone."""
         collected: list[dict[str, float]] = []
+        self.controller = prepared.controller
         with self.timed('update_actor', 'learning'):
             for update in prepared.updates:
                 tokens = sum(batch.response_tokens for batch in update)

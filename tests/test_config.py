@@ -166,7 +166,7 @@ def test_an_impossible_shape_is_refused_by_name(field, value, what):
 
 
 def test_checks_that_depend_on_another_field():
-    with pytest.raises(ConfigError, match=r"schedule.path='': schedule.kind='file' needs the path"):
+    with pytest.raises(ConfigError, match=r"schedule.path='': a schedule from a file needs the path"):
         resolve(change(make_config(), {'schedule.kind': 'file'}))
     # One sample a prompt and no budget are fine where nothing compares samples or reads budgets.
     resolve(change(make_config(), {'phase': 'supervised', 'rollout.samples_per_prompt': 1}))

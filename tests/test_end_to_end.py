@@ -182,10 +182,10 @@ def test_an_exported_policy_opens_elsewhere_and_answers_alike(call, trained, tmp
 
     _, run = Workdir.existing(str(trained))
     parts = assembly.assemble(run)
-    params, step = assembly.policy_params(parts, str(trained))
-    assert step == 2
+    policy = assembly.load_policy(parts, str(trained))
+    assert policy.step == 2
     loaded = load_params(out, parts.abstract_params())
-    flat, flat_loaded = (dict(assembly.nnx.to_flat_state(p)) for p in (params, loaded))
+    flat, flat_loaded = (dict(assembly.nnx.to_flat_state(p)) for p in (policy.params, loaded))
     assert flat.keys() == flat_loaded.keys()
     for name, value in flat.items():
         np.testing.assert_array_equal(np.asarray(value[...]), np.asarray(flat_loaded[name][...]))

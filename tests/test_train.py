@@ -197,6 +197,23 @@ def test_distance_to_the_start_policy_also_after_a_resume(runs):
     assert_same_run(runs.train('kl_resumed', changes | {'steps': 4}), whole)
 
 
+def test_an_adaptive_run_moves_its_budgets_and_resumes_exactly(runs):
+    changes = {
+        'schedule.kind': 'adaptive',
+        'controller.probes': 2,
+        'controller.min_count': 60,
+        'controller.urgent_count': 20,
+    }
+    whole = runs.train('adaptive', changes | {'steps': 4})
+    rows = rows_of(whole)[1:]
+    assert sum(row['sparse/budget_moves'] for row in rows) > 0
+    assert rows[-1]['sparse/budget_pages/bin_0_64'] < 2  # where it began
+    assert all(0 < row['sparse/probe_overhead'] < 1 for row in rows)
+    assert [row['compile/count'] for row in rows] == [0] * 4
+    runs.train('adaptive_resumed', changes | {'steps': 2})
+    assert_same_run(runs.train('adaptive_resumed', changes | {'steps': 4}), whole)
+
+
 def test_packing_changes_nothing_but_rounding(runs, whole):
     rows = same_everywhere(rows_of(runs.train('unpacked', {'steps': 2, 'learner.packing': 'off'})))
     packed = same_everywhere(rows_of(whole)[:3])

@@ -38,6 +38,10 @@ class Slots:
     logp_BT: jax.Array  # float32 actor log-prob of each response token, at the sampling temperature
     pages_read_BT: jax.Array  # int32 pages that a sparse layer read for the token; 0 for the first, which prefill draws
     hidden_BTD: jax.Array  # final hidden state that each response token was drawn from
+    # Of the first slots, the probes; they have a second, dense cache. No rows where nothing is probed.
+    probe_table_PN: jax.Array  # int32 physical pages of the dense cache
+    probe_length_P: jax.Array  # int32 tokens in it
+    probe_hidden_PTD: jax.Array  # final hidden state of each step of the newest segment
 
 
 def make_cache(
@@ -52,8 +56,18 @@ def make_cache(
     )
 
 
-def make_slots(*, slots: int, pages_per_sequence: int, max_response_tokens: int, hidden_size: int, dtype) -> Slots:
-    """All slots idle. hidden_size: D, or 0 to keep no hidden states."""
+def make_slots(
+    *,
+    slots: int,
+    pages_per_sequence: int,
+    max_response_tokens: int,
+    kept_hidden_size: int,
+    probes: int,
+    segment_steps: int,
+    hidden_size: int,
+    dtype,
+) -> Slots:
+    """All slots idle. kept_hidden_size: D, or 0 to keep no hidden states of all tokens. hidden_size: D."""
     integers = jnp.zeros(slots, jnp.int32)
     B, T = slots, max_response_tokens
     return Slots(
@@ -68,5 +82,8 @@ def make_slots(*, slots: int, pages_per_sequence: int, max_response_tokens: int,
         tokens_BT=jnp.zeros((B, T), jnp.int32),
         logp_BT=jnp.zeros((B, T), jnp.float32),
         pages_read_BT=jnp.zeros((B, T), jnp.int32),
-        hidden_BTD=jnp.zeros((B, T, hidden_size), dtype),
+        hidden_BTD=jnp.zeros((B, T, kept_hidden_size), dtype),
+        probe_table_PN=jnp.zeros((probes, pages_per_sequence), jnp.int32),
+        probe_length_P=jnp.zeros(probes, jnp.int32),
+        probe_hidden_PTD=jnp.zeros((probes, segment_steps, hidden_size), dtype),
     )

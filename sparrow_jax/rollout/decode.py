@@ -60,6 +60,8 @@ class Prompts:
     length_R: jax.Array  # int32
     slot_R: jax.Array  # int32 slot that takes the sequence
     table_RN: jax.Array  # int32 pages given to it
+    # int32 pages of its dense cache where the slot is a probe; a number that no page has where it is none
+    probe_table_RN: jax.Array
     limit_R: jax.Array  # int32 most response tokens
     key_R2: jax.Array  # uint32 key data of the sample
 
@@ -88,7 +90,7 @@ def prefill(
     cache = Cache(list(cache.pages), list(cache.landmarks))
     decoder = nnx.merge(graphdef, params)
     positions_RT = jnp.broadcast_to(jnp.arange(T), (R, T))
-    attend = _prefill_attend(cache, prompts, statics)
+    attend = _prefill_attend(cache, prompts, slots.probe_length_P.shape[0] > 0, statics)
     hidden_RTD = decoder.hidden(prompts.tokens_RT, positions_RT, attend)
     last_R = jnp.maximum(prompts.length_R - 1, 0)
     hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
@@ -116,6 +118,9 @@ def prefill(
         logp_BT=put_first(slots.logp_BT, logp_R),
         pages_read_BT=put_first(slots.pages_read_BT, first_R),
         hidden_BTD=put_first(slots.hidden_BTD, hidden_RD) if slots.hidden_BTD.shape[2] else slots.hidden_BTD,
+        probe_table_PN=put(slots.probe_table_PN, prompts.probe_table_RN),
+        probe_length_P=put(slots.probe_length_P, prompts.length_R),
+        probe_hidden_PTD=slots.probe_hidden_PTD,
     )
     return cache, slots
 
@@ -134,14 +139,14 @@ def decode_segment(
     Finished slots idle: the trip count is the same on every shard.
     """
 
-    def body(_, state: tuple[Cache, Slots]) -> tuple[Cache, Slots]:
-        return _decode_step(nnx.merge(graphdef, params), statics, *state, values)
+    def body(step: jax.Array, state: tuple[Cache, Slots]) -> tuple[Cache, Slots]:
+        return _decode_step(nnx.merge(graphdef, params), statics, step, *state, values)
 
     return lax.fori_loop(0, steps, body, (cache, slots))
 
 
 def _decode_step(
-    decoder, statics: SamplerStatics, cache: Cache, slots: Slots, values: SamplingValues
+    decoder, statics: SamplerStatics, step: jax.Array, cache: Cache, slots: Slots, values: SamplingValues
 ) -> tuple[Cache, Slots]:
     cache = Cache(list(cache.pages), list(cache.landmarks))
     active_B = slots.active_B
@@ -176,6 +181,7 @@ def _decode_step(
         logp_BT=record(slots.logp_BT, logp_B),
         pages_read_BT=record(slots.pages_read_BT, pages_B),
         hidden_BTD=record(slots.hidden_BTD, hidden_BD) if slots.hidden_BTD.shape[2] else slots.hidden_BTD,
+        probe_hidden_PTD=slots.probe_hidden_PTD.at[:, step].set(hidden_BD[: slots.probe_length_P.shape[0]]),
     )
     return cache, slots
 
@@ -218,14 +224,21 @@ def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, activ
     return attend
 
 
-def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> Attend:
-    """Attends densely within the prompts and writes their pages and landmarks whole."""
+def _prefill_attend(cache: Cache, prompts: Prompts, probes: bool, statics: SamplerStatics) -> Attend:
+    """Attends densely within the prompts and writes their pages and landmarks whole.
+
+    A probe shares the pages that its prompt fills; of the last, partly filled one it gets a copy of its own.
+    """
     R, T = prompts.tokens_RT.shape
     C = statics.page_tokens
     pages = T // C
     slots = cache.landmarks[0].shape[0]
     taken_RN = jnp.arange(pages) * C < prompts.length_R[:, None]
     taken_RN &= (prompts.slot_R < slots)[:, None]
+    last_R = prompts.length_R // C
+    copy_R = jnp.take_along_axis(prompts.probe_table_RN, last_R[:, None], axis=1)[:, 0]
+    has_copy_R = (prompts.length_R % C > 0) & (prompts.slot_R < slots)
+    last_R = jnp.minimum(last_R, pages - 1)
     dense = causal_attend(None, statics.prefill_attention)
 
     def attend(layer: int, q_RTHA: jax.Array, k_RTKA: jax.Array, v_RTKA: jax.Array) -> jax.Array:
@@ -234,7 +247,11 @@ def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> 
         kv_RTKE = jnp.concatenate([k_RTKA, v_RTKA], axis=-1).astype(pool_KPCE.dtype)
         kv_KRNCE = kv_RTKE.reshape(R, pages, C, K, E).transpose(3, 0, 1, 2, 4)
         target_RN = jnp.where(taken_RN, prompts.table_RN[:, :pages], P)  # out of range: dropped
-        cache.pages[layer] = pool_KPCE.at[:, target_RN].set(kv_KRNCE, mode='drop')
+        pool_KPCE = pool_KPCE.at[:, target_RN].set(kv_KRNCE, mode='drop')
+        if probes:
+            last_KRCE = kv_KRNCE[:, jnp.arange(R), last_R]
+            pool_KPCE = pool_KPCE.at[:, jnp.where(has_copy_R, copy_R, P)].set(last_KRCE, mode='drop')
+        cache.pages[layer] = pool_KPCE
         mean_RKNA = page_mean(kv_KRNCE[..., : E // 2]).swapaxes(0, 1).astype(landmark_BKNA.dtype)
         cache.landmarks[layer] = landmark_BKNA.at[prompts.slot_R, :, :pages].set(mean_RKNA, mode='drop')
         return dense(layer, q_RTHA, k_RTKA, v_RTKA)

@@ -5,11 +5,13 @@ them (prefill), run one jitted decode segment over all slots, take out what has 
 of the requests.
 
 A request is admitted when a shard has a free slot and pages for its prompt and its longest response, so a sequence
-never runs out of pages half-way. Each data shard has its own slots and its own pool.
+never runs out of pages half-way. Each data shard has its own slots and its own pool. Under an adaptive schedule some
+slots are probes (`rollout.probes`), measured after every segment.
 """
 
 import dataclasses
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,7 +30,10 @@ from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
 from sparrow_jax.rollout.decode import Prompts, SamplerStatics, SamplingValues, decode_segment, prefill
 from sparrow_jax.rollout.pool import Pool, Request, Row
+from sparrow_jax.rollout.probes import measure
 from sparrow_jax.rollout.sampling import sample_keys
+from sparrow_jax.sparsity import controller as controllers
+from sparrow_jax.sparsity.controller import Control, Controller, Tail
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 
 KEY_BLOCK = 64  # sample keys made by one call
@@ -67,6 +72,35 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
+class Adapted:
+    """What a rollout under the controller leaves behind.
+
+    Attributes:
+        controller: its state.
+        budget_Z: int, NumPy: pages of each length bin. tail: what is known of the bins, as NumPy.
+        moves: changes of a bin's budget in this rollout.
+        probe_s: seconds spent on the probes.
+    """
+
+    controller: Controller
+    budget_Z: np.ndarray
+    tail: Tail
+    moves: int
+    probe_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Probing:
+    """Slots of each data shard that the dense policy follows, what their measurements are held at, and the most pages
+    of any budget (0: as many as a sequence has).
+    """
+
+    control: Control
+    probes: int
+    most_pages: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampling:
     """How to sample.
 
@@ -90,9 +124,11 @@ class Engine:
         schedule: budgets of the sparse sampler.
         end_ids: tokens that end a response.
         compute_dtype: dtype of cache and activations.
+        probing: of an adaptive schedule; None for the others.
 
     Raises:
-        ConfigError: slots that do not split over the data shards, kernels that do not take such a cache.
+        ConfigError: slots that do not split over the data shards or are all probes, kernels that do not take such a
+            cache.
 
     Attributes:
         kernels, why_kernels: what runs the attention of decode steps, and the reason for it.
@@ -107,6 +143,7 @@ class Engine:
         schedule: Schedule,
         end_ids: Sequence[int],
         compute_dtype: str,
+        probing: Probing | None = None,
     ):
         self.shards = meshes.batch_shards(mesh)
         if rollout.slots % self.shards:
@@ -114,8 +151,14 @@ class Engine:
         self.graphdef, self.shape, self.mesh, self.rollout, self.schedule = graphdef, shape, mesh, rollout, schedule
         self.dtype = jnp.dtype(compute_dtype)
         self.slots_per_shard = rollout.slots // self.shards
+        self.probing, self.probes = probing, probing.probes if probing else 0  # of each shard
+        if self.probes >= self.slots_per_shard:
+            raise ConfigError(
+                f'controller.probes={self.probes}: each of the {self.shards} data shards has '
+                f'{self.slots_per_shard} slots, and some go without; raise rollout.slots'
+            )
         self.pages_per_sequence = rollout.pages_per_sequence
-        self.pool_pages = rollout.pool_pages or self.slots_per_shard * self.pages_per_sequence
+        self.pool_pages = rollout.pool_pages or (self.slots_per_shard + self.probes) * self.pages_per_sequence
         self.rows_per_shard = -(-rollout.prefill_rows // self.shards)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
         self.kernels, self.why_kernels = self._kernels()
@@ -167,6 +210,13 @@ class Engine:
             cache, slots = self._segment(sampling)(weights, cache, slots, values)
             if sampling.keep_hidden:
                 self._row(slots.hidden_BTD, 0)
+            if self.probing and sampling.sparse:
+                controller = self._renew()(self.start_controller())
+                cache, slots, controller = self._measure(sampling)(
+                    weights, cache, slots, controller, values.temperature
+                )
+                self._budgets()(controller)
+                self._tail()(controller)
             jax.block_until_ready(slots.active_B)
         self._request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
 
@@ -195,13 +245,65 @@ class Engine:
         Raises:
             ConfigError: an empty prompt, or a request beyond the configured lengths or larger than the whole pool.
         """
+        return self._run(weights, requests, run_key, step, sampling, None, on_progress, on_tokens)[0]
+
+    def generate_adaptively(
+        self,
+        weights: nnx.State,
+        requests: Sequence[Request],
+        controller: Controller,
+        *,
+        run_key: jax.Array,
+        step: int,
+        sampling: Sampling,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> tuple[list[Response], Adapted]:
+        """Samples a response for every request while the controller moves the budgets; see `generate`.
+
+        A response depends on the others here, through the budgets; the same requests and state give the same again.
+        """
+        responses, adapted = self._run(weights, requests, run_key, step, sampling, controller, on_progress, None)
+        assert adapted is not None
+        return responses, adapted
+
+    def start_controller(self) -> Controller:
+        """A controller that begins with the schedule's budgets."""
+        assert self.probing
+        return jax.device_put(
+            controllers.start(self.schedule.budgets(), self.probes * self.shards), NamedSharding(self.mesh, WHOLE)
+        )
+
+    def most_budgets(self) -> np.ndarray:
+        """int32 [bins]: the largest budget of each length bin, pages."""
+        assert self.probing
+        bins = len(self.schedule.budget_pages)
+        return self.probing.control.most_budgets(
+            bins, self.rollout.page_tokens, self.pages_per_sequence, self.probing.most_pages
+        )
+
+    def _run(
+        self,
+        weights: nnx.State,
+        requests: Sequence[Request],
+        run_key: jax.Array,
+        step: int,
+        sampling: Sampling,
+        controller: Controller | None,
+        on_progress: Callable[[Progress], None] | None,
+        on_tokens: Callable[[int, np.ndarray], None] | None,
+    ) -> tuple[list[Response], Adapted | None]:
         self._check(requests)
-        values = self._values(sampling)
+        values, probe_s = self._values(sampling), 0.0
+        moves = 0
+        if controller is not None:
+            moves = np.asarray(controller.moves_Z).sum()
+            controller = self._renew()(controller)
+            values = dataclasses.replace(values, budget_bins=self._budgets()(controller))
         run_prefill, run_segment = self._prefill(sampling), self._segment(sampling)
         cache, slots = self._fresh(sampling.keep_hidden)()
         keys = self._request_keys(requests, run_key, step)
         waiting = deque(range(len(requests)))
-        pool = Pool(self.shards, self.slots_per_shard, self.pool_pages)
+        pool = Pool(self.shards, self.slots_per_shard, self.pool_pages, 0 if controller is None else self.probes)
         responses: dict[int, Response] = {}
         streamed: dict[int, int] = {}
         while waiting or pool.running:
@@ -210,6 +312,15 @@ class Engine:
                 length = next(n for n in self.prefill_lengths if n >= longest)
                 cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(rows, length), values)
             cache, slots = run_segment(weights, cache, slots, values)
+            if controller is not None:
+                jax.block_until_ready(slots.active_B)
+                began = time.perf_counter()
+                cache, slots, controller = self._measure(sampling)(
+                    weights, cache, slots, controller, values.temperature
+                )
+                values = dataclasses.replace(values, budget_bins=self._budgets()(controller))
+                jax.block_until_ready(values.budget_bins)
+                probe_s += time.perf_counter() - began
             count_B = np.asarray(slots.count_B)
             if on_tokens:
                 tokens_BT = np.asarray(slots.tokens_BT)
@@ -221,7 +332,12 @@ class Engine:
                 tokens = sum(len(response.tokens) for response in responses.values())
                 tokens += sum(int(count_B[slot]) for slot in pool.running)
                 on_progress(Progress(len(responses), len(requests), tokens))
-        return [responses[i] for i in range(len(requests))]
+        found = [responses[i] for i in range(len(requests))]
+        if controller is None:
+            return found, None
+        moves = int(np.asarray(controller.moves_Z).sum() - moves)
+        tail = jax.device_get(self._tail()(controller))
+        return found, Adapted(controller, np.asarray(values.budget_bins), tail, moves, probe_s)
 
     def _kernels(self) -> tuple[Implementation, str]:
         group = self.shape.query_heads // self.shape.kv_heads
@@ -264,7 +380,10 @@ class Engine:
                 slots=self.rollout.slots,
                 pages_per_sequence=self.pages_per_sequence,
                 max_response_tokens=self.rollout.max_response_tokens,
-                hidden_size=self.shape.d_model if keep_hidden else 0,
+                kept_hidden_size=self.shape.d_model if keep_hidden else 0,
+                probes=self.probes * self.shards,
+                segment_steps=self.rollout.segment_steps,
+                hidden_size=self.shape.d_model,
                 dtype=self.dtype,
             )
             return cache, slots
@@ -289,18 +408,43 @@ class Engine:
         build = lambda: self._sharded(functools.partial(decode_segment, self.graphdef, statics, steps), (WHOLE,))
         return self._compiled(('segment', statics), build)
 
-    def _sharded(self, function: Callable, more_specs: tuple) -> Callable:
+    def _measure(self, sampling: Sampling) -> Callable:
+        statics, probing = self._variant(sampling), self.probing
+        assert probing
+        most_pages = tuple(self.most_budgets().tolist())
+        function = functools.partial(measure, self.graphdef, statics, probing.control, most_pages, meshes.BATCH_AXES)
+        build = lambda: self._sharded(function, (WHOLE, WHOLE), (WHOLE,))
+        return self._compiled(('measure', statics), build)
+
+    def _renew(self) -> Callable[[Controller], Controller]:
+        assert self.probing
+        renew = functools.partial(controllers.renew, control=self.probing.control)
+        return self._compiled(('renew',), lambda: self._whole(renew))
+
+    def _budgets(self) -> Callable[[Controller], jax.Array]:
+        return self._compiled(('budgets',), lambda: self._whole(controllers.budgets))
+
+    def _tail(self) -> Callable[[Controller], Tail]:
+        assert self.probing
+        control = self.probing.control
+        return self._compiled(('tail',), lambda: self._whole(lambda state: controllers.tail(state.counts, control)))
+
+    def _whole(self, function: Callable) -> Callable:
+        return jax.jit(function, out_shardings=NamedSharding(self.mesh, WHOLE))
+
+    def _sharded(self, function: Callable, more_specs: tuple, more_out: tuple = ()) -> Callable:
         cache_spec = Cache(_POOL, SHARDED)  # type: ignore[arg-type]
         manual = set(meshes.BATCH_AXES if self.mesh.shape['tensor'] > 1 else meshes.AXES)
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=(WHOLE, cache_spec, SHARDED, *more_specs),
-            out_specs=(cache_spec, SHARDED),
+            out_specs=(cache_spec, SHARDED, *more_out),
             axis_names=manual,
             check_vma=False,
         )
-        return jax.jit(mapped, donate_argnums=(1, 2), out_shardings=self._shardings())
+        more = [NamedSharding(self.mesh, spec) for spec in more_out]
+        return jax.jit(mapped, donate_argnums=(1, 2), out_shardings=(*self._shardings(), *more))
 
     def _compiled(self, key: tuple, build: Callable[[], Callable]) -> Callable:
         if key not in self._functions:
@@ -337,6 +481,7 @@ class Engine:
         budgets = self.schedule.budgets()
         if not sampling.sparse:
             budgets = jnp.full_like(budgets, EVERY_PAGE)
+        budgets = jax.device_put(budgets, NamedSharding(self.mesh, WHOLE))
         return SamplingValues(budgets, jnp.float32(sampling.temperature), jnp.float32(sampling.top_p))
 
     def _request_keys(self, requests: Sequence[Request], run_key: jax.Array, step: int) -> np.ndarray:
@@ -360,7 +505,9 @@ class Engine:
             while waiting:
                 request = requests[waiting[0]]
                 open_shards = [shard for shard in range(self.shards) if len(rows[shard]) < self.rows_per_shard]
-                row = pool.admit(waiting[0], request, keys[waiting[0]], self._pages(request), open_shards)
+                pages = self._pages(request)
+                probe_pages = pages - len(request.prompt_ids) // self.rollout.page_tokens
+                row = pool.admit(waiting[0], request, keys[waiting[0]], pages, probe_pages, open_shards)
                 if row is None:
                     break
                 waiting.popleft()
@@ -393,6 +540,7 @@ class Engine:
         R, N = self.rows_per_shard * self.shards, self.pages_per_sequence
         tokens_RT, length_R = np.zeros((R, length), np.int32), np.ones(R, np.int32)
         slot_R = np.full(R, self.slots_per_shard, np.int32)  # padding
+        probe_table_RN = np.full((R, N), self.pool_pages, np.int32)
         table_RN, limit_R, key_R2 = np.zeros((R, N), np.int32), np.ones(R, np.int32), np.zeros((R, 2), np.uint32)
         for shard, shard_rows in enumerate(rows):
             for i, row in enumerate(shard_rows, start=shard * self.rows_per_shard):
@@ -401,10 +549,14 @@ class Engine:
                 length_R[i] = len(ids)
                 slot_R[i] = row.slot % self.slots_per_shard
                 table_RN[i, : len(row.pages)] = row.pages
+                if row.probe_pages:
+                    table = row.pages[: len(ids) // self.rollout.page_tokens] + row.probe_pages
+                    probe_table_RN[i] = 0
+                    probe_table_RN[i, : len(table)] = table
                 limit_R[i] = row.request.limit_tokens
                 key_R2[i] = row.key
         arrays = jax.device_put(
-            (tokens_RT, length_R, slot_R, table_RN, limit_R, key_R2), NamedSharding(self.mesh, SHARDED)
+            (tokens_RT, length_R, slot_R, table_RN, probe_table_RN, limit_R, key_R2), NamedSharding(self.mesh, SHARDED)
         )
         return Prompts(*arrays)
 

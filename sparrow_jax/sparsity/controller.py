@@ -9,6 +9,8 @@ Arrays over bins have the suffix Z, cells of the histogram X, probe slots P.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,12 @@ class Control:
     damping: float = 0.7
     confidence: float = 2.0
     least_budget: int = 1
+
+    def most_budgets(self, bins: int, page_tokens: int, pages_per_sequence: int, limit_pages: int = 0) -> np.ndarray:
+        """int32 [bins]: pages of the longest sequence of each bin, or the limit where there is one (not 0)."""
+        longest = (np.arange(1, bins + 1, dtype=np.int64) * self.bin_width_tokens + page_tokens - 1) // page_tokens
+        most_Z = np.minimum(longest, min(pages_per_sequence, limit_pages or pages_per_sequence))
+        return np.maximum(most_Z, self.least_budget).astype(np.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +103,37 @@ def start(budget_pages: np.ndarray | jax.Array, probes: int) -> Controller:
     """A controller that begins with these budgets [bins], pages. probes: P, of all shards."""
     budget_Z = lax.cummax(jnp.asarray(budget_pages, jnp.float32))
     return Controller(budget_Z, jnp.zeros(budget_Z.shape, jnp.int32), _empty(budget_Z.shape[0], probes))
+
+
+def renew(controller: Controller, control: Control) -> Controller:
+    """For the rollouts of the next policy: a bin whose tail is known is measured anew, the others go on counting."""
+    known_Z = controller.counts.histogram_ZX.sum(axis=1) >= control.min_count
+    return dataclasses.replace(controller, counts=_emptied(controller.counts, known_Z))
+
+
+def to_facts(controller: Controller) -> dict[str, Any]:
+    """As JSON, exactly. No sequence may be open."""
+    closed = {f.name: getattr(controller.counts, f.name) for f in _closed_fields()}
+    arrays = {'budget_Z': controller.budget_Z, 'moves_Z': controller.moves_Z, **closed}
+    return {name: np.asarray(array).tolist() for name, array in arrays.items()}
+
+
+def from_facts(facts: Mapping[str, Any], like: Controller) -> Controller:
+    """What `to_facts` wrote, for the bins and probes of `like`.
+
+    Raises ValueError where the bins are others.
+    """
+
+    def read(name: str, array: jax.Array) -> jax.Array:
+        value = np.asarray(facts[name], array.dtype)
+        if value.shape != array.shape:
+            raise ValueError(f'{name} has the shape {value.shape}, not {array.shape}')
+        return jnp.asarray(value)
+
+    counts = {f.name: read(f.name, getattr(like.counts, f.name)) for f in _closed_fields()}
+    return Controller(
+        read('budget_Z', like.budget_Z), read('moves_Z', like.moves_Z), dataclasses.replace(like.counts, **counts)
+    )
 
 
 def budgets(controller: Controller) -> jax.Array:
@@ -170,9 +209,9 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> tuple[C
     """Moves the budget of every bin whose tail is known well enough.
 
     budget *= clip(((1 - p05) / (1 - target))^(damping eta), 1/2, 2). Down only once `min_count` tokens are there; up as
-    soon as `urgent_count` are and the bin is under its target with confidence. Budgets stay ascending in length, so a
-    bin that no sequence has reached has at least the budget of the one before. Bins whose budget in pages changes are
-    emptied: what was counted at another budget would push again.
+    soon as `urgent_count` are and the bin is under its target with confidence. Longer sequences need larger budgets: a
+    bin has at least the budget of the one before, and one whose tail is not known has at most that of a longer bin
+    whose tail is. Bins whose budget in pages changes are emptied: what was counted at another budget would push again.
 
     Args:
         most_Z: int32 pages that the longest sequence of each bin has; a budget of that many is dense.
@@ -184,24 +223,14 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> tuple[C
     gap_Z = jnp.maximum(1 - seen.p05_Z, LEAST_GAP) / (1 - control.target)
     factor_Z = jnp.clip(gap_Z ** (control.eta * control.damping), 0.5, 2)
     apart_Z = jnp.abs(seen.p05_Z - control.target) > control.tolerance
-    known_Z = (seen.tokens_Z >= control.min_count) & apart_Z
+    known_Z = seen.tokens_Z >= control.min_count
     urgent_Z = (seen.tokens_Z >= control.urgent_count) & seen.under_Z & (factor_Z > 1)
-    budget_Z = jnp.where(known_Z | urgent_Z, controller.budget_Z * factor_Z, controller.budget_Z)
+    budget_Z = jnp.where((known_Z & apart_Z) | urgent_Z, controller.budget_Z * factor_Z, controller.budget_Z)
+    enough_Z = lax.cummin(jnp.where(known_Z, budget_Z, jnp.inf), reverse=True)
+    budget_Z = jnp.where(known_Z | urgent_Z, budget_Z, jnp.minimum(budget_Z, enough_Z))
     budget_Z = lax.cummax(jnp.clip(budget_Z, control.least_budget, most_Z.astype(jnp.float32)))
     changed_Z = jnp.ceil(budget_Z) != jnp.ceil(controller.budget_Z)
-    fresh = _empty(budget_Z.shape[0], controller.counts.open_tokens_PZ.shape[0])
-
-    def emptied(fresh: jax.Array, old: jax.Array, axis: int) -> jax.Array:
-        return jnp.where(jnp.expand_dims(changed_Z, [a for a in range(old.ndim) if a != axis]), fresh, old)
-
-    fields = dataclasses.fields(Counts)
-    counts = Counts(
-        *(
-            emptied(getattr(fresh, field.name), getattr(controller.counts, field.name), int('_PZ' in field.name))
-            for field in fields
-        )
-    )
-    return Controller(budget_Z, controller.moves_Z + changed_Z, counts), seen
+    return Controller(budget_Z, controller.moves_Z + changed_Z, _emptied(controller.counts, changed_Z)), seen
 
 
 def cell(alpha: jax.Array) -> jax.Array:
@@ -221,6 +250,22 @@ def _clusters(tokens_PZ: jax.Array, below_PZ: jax.Array) -> tuple[jax.Array, jax
     n_PZ, k_PZ = tokens_PZ.astype(jnp.float32), below_PZ.astype(jnp.float32)
     pairs_PZ3 = jnp.stack([n_PZ * n_PZ, n_PZ * k_PZ, k_PZ * k_PZ], axis=-1)
     return (tokens_PZ > 0).sum(axis=0), tokens_PZ.sum(axis=0), below_PZ.sum(axis=0), pairs_PZ3.sum(axis=0)
+
+
+def _closed_fields() -> list[dataclasses.Field]:
+    """Of finished sequences."""
+    return [field for field in dataclasses.fields(Counts) if '_PZ' not in field.name]
+
+
+def _emptied(counts: Counts, chosen_Z: jax.Array) -> Counts:
+    """Without what the chosen bins hold."""
+
+    def keep(name: str) -> jax.Array:
+        old, axis = getattr(counts, name), int('_PZ' in name)
+        chosen = jnp.expand_dims(chosen_Z, [a for a in range(old.ndim) if a != axis])
+        return jnp.where(chosen, jnp.zeros_like(old), old)
+
+    return Counts(**{field.name: keep(field.name) for field in dataclasses.fields(Counts)})
 
 
 def _empty(bins: int, probes: int) -> Counts:

@@ -18,6 +18,7 @@ import numpy as np
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 from sparrow_jax.json_files import read_object
 
+DEFAULT_BIN_WIDTH_TOKENS = 2000  # as the published tables have it
 EVERY_PAGE = 1 << 20  # a budget that no sequence reaches
 MOST = 1 << 30  # of a field: the device computes with int32, and budget and reserved pages are added up there
 FILE_FIELDS = (
@@ -40,7 +41,7 @@ class Schedule:
         bin_width_tokens: cached tokens of one bin.
         reserved_first, reserved_last: pages that are always read, outside the budget.
         dense_layers: layers that read every page.
-        budget_pages: budget of each bin; the last one holds for every longer length.
+        budget_pages: budget of each bin, an adaptive schedule's first; the last one holds for every longer length.
     """
 
     kind: str
@@ -57,6 +58,8 @@ class Schedule:
 
     def most_pages(self, pages_per_sequence: int) -> int:
         """M: the most pages that one sequence of at most `pages_per_sequence` pages reads in a sparse layer."""
+        if self.kind == 'adaptive':
+            return pages_per_sequence
         bins = -(-pages_per_sequence * self.page_tokens // self.bin_width_tokens)
         return min(pages_per_sequence, max(self.budget_pages[: max(bins, 1)]) + self.reserved_pages)
 
@@ -70,13 +73,22 @@ def budget_for_length(budget_bins: jax.Array, length_B: jax.Array, bin_width_tok
     return budget_bins[jnp.minimum(length_B // bin_width_tokens, budget_bins.shape[0] - 1)]
 
 
-def load_schedule(config: ScheduleConfig, rollout: RolloutConfig, layers: int) -> Schedule:
+def load_schedule(
+    config: ScheduleConfig, rollout: RolloutConfig, layers: int, bin_width_tokens: int = DEFAULT_BIN_WIDTH_TOKENS
+) -> Schedule:
     """The schedule that a run asks for, checked against its cache and model.
+
+    Args:
+        config, rollout: settings; layers: of the model.
+        bin_width_tokens: of an adaptive schedule whose start has a single budget for all lengths.
 
     Raises:
         ConfigError: an unknown table, a missing or malformed file, another page size than the cache's, a dense layer
             that the model lacks.
     """
+    if config.kind == 'adaptive':
+        start = load_schedule(dataclasses.replace(config, kind=config.start), rollout, layers)
+        return _adaptive(start, rollout.pages_per_sequence, bin_width_tokens)
     if config.kind == 'published':
         raw, name = _published(config), f'the published schedule {config.model} at {config.target_p05}'
     elif config.kind == 'file':
@@ -105,6 +117,19 @@ def load_schedule(config: ScheduleConfig, rollout: RolloutConfig, layers: int) -
             f'there is no layer {beyond[0]}'
         )
     return schedule
+
+
+def _adaptive(start: Schedule, pages_per_sequence: int, bin_width_tokens: int) -> Schedule:
+    """The same budgets, one for each bin that a sequence can reach."""
+    budgets, longest = start.budget_pages, pages_per_sequence * start.page_tokens
+    width = start.bin_width_tokens if len(budgets) > 1 else bin_width_tokens
+    bins = longest // width + 1
+    return dataclasses.replace(
+        start,
+        kind='adaptive',
+        bin_width_tokens=width,
+        budget_pages=tuple(min(budgets[min(i, len(budgets) - 1)], pages_per_sequence) for i in range(bins)),
+    )
 
 
 def _published(config: ScheduleConfig) -> dict[str, Any]:

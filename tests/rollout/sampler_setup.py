@@ -70,16 +70,30 @@ class Sampler:
 
     budgets: the most that it is made for. keep_hidden: in all calls, since the two ways compile apart.
     mesh: sizes of (data, fsdp, tensor). shape, dtype: of the model, and of cache and activations.
+    probing: of an adaptive schedule.
     """
 
-    def __init__(self, model, budgets=ALL, keep_hidden=False, mesh=(-1, 1, 1), shape=SHAPE, dtype='float32', **rollout):
+    def __init__(
+        self,
+        model,
+        budgets=ALL,
+        keep_hidden=False,
+        mesh=(-1, 1, 1),
+        shape=SHAPE,
+        dtype='float32',
+        probing=None,
+        **rollout,
+    ):
         graphdef, params = model
         self.keep_hidden = keep_hidden
+        kind = 'adaptive' if probing else 'fixed'
         self.schedule = Schedule(
-            'fixed', PAGE, BIN_WIDTH, RESERVED_FIRST, RESERVED_LAST, DENSE_LAYERS, budget_pages=budgets
+            kind, PAGE, BIN_WIDTH, RESERVED_FIRST, RESERVED_LAST, DENSE_LAYERS, budget_pages=budgets
         )
         devices = make_mesh(ParallelConfig(*mesh))
-        self.engine = Engine(graphdef, shape, devices, rollout_config(**rollout), self.schedule, END_IDS, dtype)
+        self.engine = Engine(
+            graphdef, shape, devices, rollout_config(**rollout), self.schedule, END_IDS, dtype, probing
+        )
         self.weights = self.engine.weights(params)
 
     def __call__(

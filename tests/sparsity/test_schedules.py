@@ -25,7 +25,9 @@ ROLLOUT = RolloutConfig(
     kernels='auto',
 )
 WHOLE_NUMBERS = ('bin_width_tokens', 'reserved_first_pages', 'reserved_last_pages')
-FIXED = ScheduleConfig('fixed', 64, '', 0.86, '', reserved_first_pages=1, reserved_last_pages=2, dense_layers=(0, 1))
+FIXED = ScheduleConfig(
+    'fixed', 'fixed', 64, '', 0.86, '', reserved_first_pages=1, reserved_last_pages=2, dense_layers=(0, 1)
+)
 LAYERS = 28
 PUBLISHED = {
     'qwen3-1.7b': (0.75, 0.8, 0.83, 0.86, 0.88, 0.9, 0.92, 0.94),
