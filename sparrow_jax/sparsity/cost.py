@@ -1,4 +1,4 @@
-"""What a decode step must read, counted from the recorded budgets."""
+"""What a decode step must read: in bytes for a given length, and as a fraction from the recorded budgets."""
 
 import numpy as np
 
@@ -28,3 +28,43 @@ def kv_read_fraction(schedule: Schedule, layers: int, length_tokens: np.ndarray,
     landmarks = (length_tokens // schedule.page_tokens).sum() / (2 * schedule.page_tokens)
     sparse_layer = pages_read.astype(np.int64).sum() + landmarks
     return float((dense * pages.sum() + (layers - dense) * sparse_layer) / (layers * pages.sum()))
+
+
+def decode_step_bytes(
+    schedule: Schedule,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    landmark_width: int,
+    value_bytes: int,
+    weight_bytes: int,
+    sequences: int,
+    length_tokens: int,
+    pages_read: int,
+) -> int:
+    """Bytes that one decode step has to read, each of them once: weights, pages, landmarks.
+
+    A page is read whole. A dense layer reads every page of a sequence, a sparse one the chosen pages and the landmark
+    of every full page. What the step writes, and what it could keep on chip, is left out.
+
+    Args:
+        schedule: gives the page size and the dense layers.
+        layers: L.
+        kv_heads, head_dim: K and A of the cache.
+        landmark_width: numbers of a landmark; A where it is a mean key.
+        value_bytes: bytes of one number of the cache.
+        weight_bytes: bytes of the weights that every step reads, whatever the number of sequences.
+        sequences: B, all of one length.
+        length_tokens: cached tokens of each, the current one included.
+        pages_read: pages that a sparse layer reads, reserved ones included; no more than there are.
+
+    Returns:
+        Bytes of the step.
+    """
+    page_bytes = kv_heads * schedule.page_tokens * 2 * head_dim * value_bytes
+    landmark_bytes = kv_heads * landmark_width * value_bytes
+    pages, full_pages = -(-length_tokens // schedule.page_tokens), length_tokens // schedule.page_tokens
+    dense = layers if schedule.kind == 'dense' else len(set(schedule.dense_layers))
+    sparse_layer = min(pages_read, pages) * page_bytes + full_pages * landmark_bytes
+    return weight_bytes + sequences * (dense * pages * page_bytes + (layers - dense) * sparse_layer)

@@ -1,8 +1,8 @@
-"""The fraction of the cache that is read, counted by hand."""
+"""The fraction of the cache that is read, and the bytes of a step, counted by hand."""
 
 import numpy as np
 
-from sparrow_jax.sparsity.cost import kv_read_fraction
+from sparrow_jax.sparsity.cost import decode_step_bytes, kv_read_fraction
 from sparrow_jax.sparsity.schedules import Schedule
 
 
@@ -39,3 +39,30 @@ def test_sums_do_not_overflow_int32():
 
 def test_no_tokens():
     assert np.isnan(kv_read_fraction(make_schedule(), 4, np.zeros(0, int), np.zeros(0, int)))
+
+
+# 2 sequences of 40 tokens, pages of 16: 3 pages, 2 of them full. 2 KV heads of 4, 2 bytes a number: a page of keys and
+# values has 512 bytes, a landmark of 4 numbers 16.
+SIZES = {'layers': 4, 'kv_heads': 2, 'head_dim': 4, 'landmark_width': 4, 'value_bytes': 2, 'weight_bytes': 1000}
+LENGTHS = {'sequences': 2, 'length_tokens': 40}
+
+
+def test_bytes_of_a_step_by_hand():
+    """A sequence: two dense layers of 3 pages, two sparse ones of 2 pages and 2 landmarks."""
+    read = decode_step_bytes(make_schedule(), pages_read=2, **SIZES, **LENGTHS)
+    assert read == 1000 + 2 * (2 * 3 * 512 + 2 * (2 * 512 + 2 * 16))
+
+
+def test_landmarks_may_be_wider_than_a_key():
+    read = decode_step_bytes(make_schedule(), pages_read=2, **SIZES | {'landmark_width': 8}, **LENGTHS)
+    assert read == 1000 + 2 * (2 * 3 * 512 + 2 * (2 * 512 + 2 * 32))
+
+
+def test_bytes_of_a_dense_step_are_pages_and_weights():
+    read = decode_step_bytes(make_schedule('dense'), pages_read=2, **SIZES, **LENGTHS)
+    assert read == 1000 + 2 * 4 * 3 * 512
+
+
+def test_no_more_pages_are_read_than_there_are():
+    many, every = (decode_step_bytes(make_schedule(), pages_read=n, **SIZES, **LENGTHS) for n in (99, 3))
+    assert many == every == 1000 + 2 * (2 * 3 * 512 + 2 * (3 * 512 + 2 * 16))

@@ -1,0 +1,411 @@
+"""python -m sparrow_jax.bench_rollout --config=configs/X.py [--config.field=value ...] [--slots=16,32] ...
+
+Decode speed of the dense and of the sparse sampler, in one run: milliseconds of a step for each number of slots, cached
+tokens and pages read, beside the time that reading the bytes takes at best, and what the parts of a step take alone.
+Weights of the model's shape and everything in the cache are random; no checkpoint, tokenizer or data is read. The
+figures go to a JSON file, which is written anew after every row.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from flax import nnx
+from jax.sharding import Mesh
+
+from pallas_kernels.bench import CEILING, LEAST_BANDWIDTH, read_bandwidth, why_no_file
+from sparrow_jax import commands, memory
+from sparrow_jax.assembly import model_shape
+from sparrow_jax.config import ConfigError, RolloutConfig, RunConfig
+from sparrow_jax.console import Console
+from sparrow_jax.models.decoder import abstract_decoder, init_decoder
+from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.rollout.engine import Engine
+from sparrow_jax.rollout.step_times import FullSlots, StepParts, segment_end, step_seconds
+from sparrow_jax.sparsity.cost import decode_step_bytes
+from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, load_schedule
+from sparrow_jax.workdir import write_atomically
+
+MODES = ('dense', 'sparse')
+# Where the flags are left out and the configuration has room for them.
+USUAL_SLOTS, USUAL_CACHED_TOKENS, USUAL_PAGES_READ = (16, 32), (16_384, 30_720), (64, 256)
+GIGABYTES, CPU_GIGABYTES = 8, 1e-4  # read to measure the bandwidth; on a CPU it means nothing
+DEVICE_MEMORY = '0.95'  # share of a GPU that JAX takes: the pool may need more than its default, three quarters
+BREAKDOWN = ('attention', 'select', 'matmuls', 'sampling', 'cache_write', 'other')
+TABLE = '{:>5} {:>7} {:>6} {:>5} {:>8} {:>9} {:>8} {:>5} {:>5} {:>7} ' + ' {:>6}' * len(BREAKDOWN)
+HEADER = ('slots', 'cached', 'mode', 'pages', 'ms/step', 'tokens/s', 'limit ms', 'share', 'TB/s', 'x dense')
+BREAKDOWN_HEADER = ('attend', 'select', 'matmul', 'sample', 'write', 'other')
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The cases: every combination of its values; dense ones have no `pages_read`."""
+
+    slots: tuple[int, ...]
+    cached_tokens: tuple[int, ...]
+    modes: tuple[str, ...]
+    pages_read: tuple[int, ...]
+
+    @property
+    def cases(self) -> int:
+        of_mode = {'dense': 1, 'sparse': len(self.pages_read)}
+        return len(self.slots) * len(self.cached_tokens) * sum(of_mode[mode] for mode in self.modes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all cases share: the configuration, the decoder, the mesh, and a schedule with the reserved pages and dense
+    layers that the configuration names."""
+
+    run: RunConfig
+    shape: DecoderShape
+    mesh: Mesh
+    schedule: Schedule
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.run.model.compute_dtype)
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.run.rollout.max_prompt_tokens + self.run.rollout.max_response_tokens
+
+    @functools.cached_property
+    def decoder(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """Its structure, and its weights without numbers."""
+        return abstract_decoder(self.shape, param_dtype=self.dtype, compute_dtype=self.dtype)
+
+    def rollout(self, slots: int, cached_tokens: int) -> RolloutConfig:
+        """Of the sampler with a pool for so many slots, each at so many tokens and a segment's further ones."""
+        r = self.run.rollout
+        pages = -(-segment_end(cached_tokens, r.segment_steps) // r.page_tokens)
+        per_shard = -(-slots // meshes.batch_shards(self.mesh))
+        return dataclasses.replace(r, slots=slots, pool_pages=per_shard * pages)
+
+    def engine(self, rollout: RolloutConfig, schedule: Schedule) -> Engine:
+        never = self.shape.vocab_size  # as end token: it is never drawn
+        return Engine(self.decoder[0], self.shape, self.mesh, rollout, schedule, (never,), self.dtype.name)
+
+    def any_engine(self, grid: Grid) -> Engine:
+        """For what is the same in all of them."""
+        return self.engine(self.rollout(grid.slots[0], grid.cached_tokens[0]), self.schedules(grid)[0])
+
+    def schedules(self, grid: Grid) -> list[Schedule]:
+        """The dense one first: the others are compared with it."""
+        any_length = dataclasses.replace(self.schedule, bin_width_tokens=self.longest_tokens + 1)
+        found = []
+        if 'dense' in grid.modes:
+            found.append(dataclasses.replace(any_length, kind='dense', budget_pages=(EVERY_PAGE,)))
+        if 'sparse' in grid.modes:
+            for pages in grid.pages_read:
+                budget = max(pages - self.schedule.reserved_pages, 0)
+                found.append(dataclasses.replace(any_length, kind='fixed', budget_pages=(budget,)))
+        return found
+
+
+def bench_rollout(
+    run: RunConfig, workdir: str, slots: str, cached_tokens: str, modes: str, pages_read: str, out: str
+) -> int:
+    """Measures every case and writes the figures; returns the exit code."""
+    if workdir:
+        raise ConfigError(f'--workdir={workdir}: this command takes none; --out names its file')
+    setup = _setup(run)
+    grid = read_grid(setup, slots, cached_tokens, modes, pages_read)
+    _check_memory(setup, grid)
+    if why_not := why_no_file(Path(out)):
+        raise ConfigError(f'--out={out}: {why_not}')
+    with Console() as console:
+        console.status('measuring the read bandwidth')
+        facts = _facts(setup, grid)
+        console.start('Decode speed', {name: facts[name] for name in ('model', 'device', 'jax', 'kernels')})
+        if not facts['valid']:
+            console.warn(f'the read bandwidth is {facts["read_bandwidth_tb_s"]:.2f} TB/s: this run is NOT VALID')
+        if jax.devices()[0].platform == 'cpu':
+            console.warn('on a CPU the speeds mean nothing; this run shows that the command works')
+        elif 'H200' not in facts['device']:
+            console.warn(f'the limit is that of an H200, {facts["limit_tb_s"]} TB/s')
+        console.message(TABLE.format(*HEADER, *BREAKDOWN_HEADER))
+        rows: list[dict[str, Any]] = []
+
+        def keep(row: dict[str, Any]) -> None:
+            rows.append(row)
+            console.message(_line(row))
+            write_atomically(Path(out), json.dumps({**facts, 'rows': rows}, indent=1) + '\n')
+
+        measure(setup, grid, keep, lambda what: console.status(what, done=len(rows), total=grid.cases, unit='cases'))
+        console.finish('Decode speed', {'written': out})
+    return 0
+
+
+def measure(setup: Setup, grid: Grid, keep: Callable[[dict[str, Any]], None], tell: Callable[[str], None]) -> None:
+    """Measures case after case.
+
+    Args:
+        keep: called with each row of the result.
+        tell: called with what is being done.
+    """
+    tell('making weights')
+    weights = random_weights(setup, grid)
+    longest = max(grid.cached_tokens)
+    for slots in grid.slots:
+        tell(f'filling {slots} slots')
+        rollout = setup.rollout(slots, longest)
+        parts = [StepParts(setup.engine(rollout, schedule), weights) for schedule in setup.schedules(grid)]
+        full = FullSlots(parts[0].engine, segment_end(longest, rollout.segment_steps))
+        tell('matmuls, sampling, cache writes')
+        others = parts[0].others(full, grid.cached_tokens[0])
+        for cached in grid.cached_tokens:
+            dense_ms = None
+            for part in parts:
+                tell(f'{slots} slots, {cached:,} tokens, {_mode(part.engine.schedule)}')
+                seconds = step_seconds(part.engine, weights, full, cached)
+                times = {'step': seconds, **part.reading(full, cached), **others}
+                row = _row(setup, part.engine, cached, full.landmark_width, times, dense_ms)
+                dense_ms = row['ms_per_step'] if row['mode'] == 'dense' else dense_ms
+                keep(row)
+        del parts, full  # the pool, before the next one
+
+
+def random_weights(setup: Setup, grid: Grid) -> nnx.State:
+    """Random weights in the compute dtype, made where the sampler wants them."""
+    engine = setup.any_engine(grid)
+    options = {'param_dtype': setup.dtype, 'compute_dtype': setup.dtype}
+    return jax.jit(lambda: engine.weights(init_decoder(setup.shape, setup.run.seed, **options)[1]))()
+
+
+def weight_bytes(setup: Setup) -> int:
+    """Bytes of the weights that a device reads in every step: all but the rows of the embedding, if it is no head."""
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(setup.decoder[1]))
+    if not setup.shape.tie_embeddings:
+        total -= setup.shape.vocab_size * setup.shape.d_model * setup.dtype.itemsize
+    return total // setup.mesh.shape['tensor']
+
+
+def read_grid(setup: Setup, slots: str, cached_tokens: str, modes: str, pages_read: str) -> Grid:
+    """The cases that the flags name; for an empty flag the usual ones, or what the configuration has room for.
+
+    Raises:
+        ConfigError: no numbers, an unknown mode, or sizes that the configuration does not hold.
+    """
+    r, shards = setup.run.rollout, meshes.batch_shards(setup.mesh)
+    longest, reserved = setup.longest_tokens, setup.schedule.reserved_pages
+    least, most = (r.segment_steps + 1) // 2, longest - r.segment_steps // 2
+    grid = Grid(
+        slots=_numbers('slots', slots)
+        or tuple(n for n in USUAL_SLOTS if n <= r.slots and n % shards == 0)
+        or (r.slots,),
+        cached_tokens=_numbers('cached_tokens', cached_tokens)
+        or tuple(n for n in USUAL_CACHED_TOKENS if n <= most)
+        or (max(longest // 2, least), most),
+        modes=_modes(modes),
+        pages_read=(),
+    )
+    for n in grid.slots:
+        if n < 1 or n % shards:
+            of_shards = f' and a multiple of the {shards} data shards' if shards > 1 else ''
+            raise ConfigError(f'--slots={n}: must be positive{of_shards}')
+    for n in grid.cached_tokens:
+        if not least <= n <= most:
+            raise ConfigError(
+                f'--cached_tokens={n}: must be {least} to {most}; a segment of {r.segment_steps} steps goes half its '
+                f'steps beyond it, and rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}'
+            )
+    pages = -(-min(grid.cached_tokens) // r.page_tokens)
+    fewest = min(reserved, pages)
+    read = (
+        _numbers('pages_read', pages_read)
+        or tuple(n for n in USUAL_PAGES_READ if fewest <= n <= pages)
+        or (max(fewest, pages // 2),)
+    )
+    for n in read:
+        if not fewest <= n <= pages:
+            raise ConfigError(
+                f'--pages_read={n}: must be {fewest} (those that are always read) to {pages}, the pages of '
+                f'{min(grid.cached_tokens)} cached tokens'
+            )
+    return dataclasses.replace(grid, pages_read=read)
+
+
+def _setup(run: RunConfig) -> Setup:
+    model = run.model
+    if model.shape.vocab_size and not model.random_weights:  # a published shape: its checkpoint is not needed
+        model = dataclasses.replace(model, random_weights=True)
+    shape = model_shape(dataclasses.replace(run, model=model))
+    return Setup(run, shape, meshes.make_mesh(run.parallel), load_schedule(run.schedule, run.rollout, shape.layers))
+
+
+def _check_memory(setup: Setup, grid: Grid) -> None:
+    """Raises ConfigError where the largest case needs more than a device has."""
+    slots, cached = max(grid.slots), max(grid.cached_tokens)
+    parts = _memory(setup, slots, cached)
+    available, needed = memory.available_bytes(jax.local_devices()[0]), sum(parts.values())
+    if available is not None and needed > (1 - memory.HEADROOM) * available:
+        listed = ', '.join(f'{name} {memory.show_bytes(size)}' for name, size in parts.items())
+        raise ConfigError(
+            f'--slots={slots}: with --cached_tokens={cached} needs about {memory.show_bytes(needed)} on each device '
+            f'({listed}), but only {memory.show_bytes(available)} are available ({memory.HEADROOM:.0%} of them left '
+            'to the compiler); give smaller numbers'
+        )
+
+
+def _memory(setup: Setup, slots: int, cached_tokens: int) -> dict[str, int]:
+    """Estimated bytes on each device by what holds them: no learner, and no hidden states are kept."""
+    run = dataclasses.replace(
+        setup.run,
+        rollout=setup.rollout(slots, cached_tokens),
+        schedule=dataclasses.replace(setup.run.schedule, kind='fixed'),
+        mismatch=dataclasses.replace(setup.run.mismatch, every_steps=0),
+    )
+    parts = memory.estimate(run, setup.shape, setup.mesh.shape, jax.devices()[0].platform)
+    kept = lambda name: name == 'sampler weights' or name.startswith('rollout: ')
+    return {name.removeprefix('rollout: '): size for name, size in parts.items() if kept(name)}
+
+
+def _facts(setup: Setup, grid: Grid) -> dict[str, Any]:
+    """What holds for all rows; measures the read bandwidth."""
+    engine, device = setup.any_engine(grid), jax.devices()[0]
+    free = memory.available_bytes(device) or math.inf
+    bandwidth = read_bandwidth(CPU_GIGABYTES if device.platform == 'cpu' else min(GIGABYTES, free / 4e9))
+    return {
+        'model': _model(setup.shape),
+        'device': device.device_kind,
+        'devices': jax.device_count(),
+        'jax': jax.__version__,
+        'kernels': f'{engine.kernels} ({engine.why_kernels})',
+        'read_bandwidth_tb_s': bandwidth / 1e12,
+        'valid': bandwidth >= LEAST_BANDWIDTH or 'H200' not in device.device_kind,
+        'limit_tb_s': CEILING / 1e12,
+        'compute_dtype': setup.dtype.name,
+        'page_tokens': setup.run.rollout.page_tokens,
+        'segment_steps': setup.run.rollout.segment_steps,
+        'dense_layers': list(setup.schedule.dense_layers),
+        'reserved_pages': setup.schedule.reserved_pages,
+        'command': f'python -m sparrow_jax.bench_rollout {shlex.join(sys.argv[1:])}',
+    }
+
+
+def _pages_read(schedule: Schedule, cached_tokens: int) -> int:
+    """By a dense layer of the dense sampler, by a sparse layer of the sparse one."""
+    pages = -(-cached_tokens // schedule.page_tokens)
+    return pages if schedule.kind == 'dense' else min(schedule.budget_pages[0] + schedule.reserved_pages, pages)
+
+
+def _step_bytes(setup: Setup, engine: Engine, cached_tokens: int, landmark_width: int) -> int:
+    """Bytes that one device has to read in a step."""
+    shape, tensor = setup.shape, setup.mesh.shape['tensor']
+    return decode_step_bytes(
+        engine.schedule,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads // tensor if shape.kv_heads % tensor == 0 else shape.kv_heads,
+        head_dim=shape.head_dim,
+        landmark_width=landmark_width,
+        value_bytes=setup.dtype.itemsize,
+        weight_bytes=weight_bytes(setup),
+        sequences=engine.slots_per_shard,
+        length_tokens=cached_tokens,
+        pages_read=_pages_read(engine.schedule, cached_tokens),
+    )
+
+
+def _row(
+    setup: Setup,
+    engine: Engine,
+    cached_tokens: int,
+    landmark_width: int,
+    seconds: Mapping[str, float],
+    dense_ms: float | None,
+) -> dict[str, Any]:
+    """One row of the result.
+
+    Args:
+        seconds: of the 'step' and of its parts.
+        dense_ms: of the dense sampler at the same slots and length, where it was measured before.
+    """
+    step_s, size = seconds['step'], _step_bytes(setup, engine, cached_tokens, landmark_width)
+    breakdown = {name: seconds[name] for name in BREAKDOWN if name != 'other'}
+    breakdown['other'] = step_s - sum(breakdown.values())
+    if engine.schedule.kind == 'dense':
+        dense_ms = step_s * 1e3
+    return {
+        'model': _model(setup.shape),
+        'slots': engine.rollout.slots,
+        'cached_tokens': cached_tokens,
+        'mode': _mode(engine.schedule),
+        'pages_read': _pages_read(engine.schedule, cached_tokens),
+        'ms_per_step': step_s * 1e3,
+        'tokens_per_s': engine.rollout.slots / step_s,
+        'limit_ms': size / CEILING * 1e3,
+        'fraction_of_limit': size / CEILING / step_s,
+        'read_bandwidth_tb_s': size / step_s / 1e12,
+        'speedup_over_dense': dense_ms / (step_s * 1e3) if dense_ms else None,
+        'breakdown_ms': {name: value * 1e3 for name, value in breakdown.items()},
+    }
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row of the table on the console."""
+    speedup = row['speedup_over_dense']
+    return TABLE.format(
+        row['slots'],
+        f'{row["cached_tokens"]:,}',
+        row['mode'],
+        row['pages_read'],
+        f'{row["ms_per_step"]:.3f}',
+        f'{row["tokens_per_s"]:,.0f}',
+        f'{row["limit_ms"]:.3f}',
+        f'{row["fraction_of_limit"]:.0%}',
+        f'{row["read_bandwidth_tb_s"]:.2f}',
+        '-' if speedup is None else f'{speedup:.2f}',
+        *(f'{row["breakdown_ms"][name]:.3g}' for name in BREAKDOWN),
+    )
+
+
+def _mode(schedule: Schedule) -> str:
+    return 'dense' if schedule.kind == 'dense' else 'sparse'
+
+
+def _model(shape: DecoderShape) -> str:
+    """Family and parameters, 'qwen3 1.72B'."""
+    count = shape.parameter_count()
+    return f'{shape.family} {count / 1e9:.2f}B' if count >= 1e9 else f'{shape.family} {count / 1e6:.2f}M'
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(',')]
+    if unknown := [name for name in names if name not in MODES]:
+        raise ConfigError(f'--modes={text}: {unknown[0]!r} is no mode; give dense, sparse or both with a comma')
+    return tuple(mode for mode in MODES if mode in names)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas, each once; none of an empty text."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(','))) if text.strip() else ()
+    except ValueError:
+        raise ConfigError(f'--{flag}={text}: must be whole numbers separated by commas') from None
+
+
+def _flags(values: flags.FlagValues) -> None:
+    string = lambda name, default, what: flags.DEFINE_string(name, default, what, flag_values=values)
+    string('slots', '', 'sequences that decode together, e.g. 16,32; by default these, or what the config has')
+    string('cached_tokens', '', 'of each sequence, e.g. 16384,30720; by default these, or what the config has room for')
+    string('modes', 'dense,sparse', 'samplers')
+    string('pages_read', '', 'by a sparse layer, reserved ones included, e.g. 64,256; by default these, or half of all')
+    string('out', 'bench_rollout.json', 'file for the figures')
+
+
+if __name__ == '__main__':
+    if 'XLA_PYTHON_CLIENT_MEM_FRACTION' not in os.environ:
+        os.environ.setdefault('XLA_CLIENT_MEM_FRACTION', DEVICE_MEMORY)
+    commands.run(bench_rollout, workdir_required=False, define_flags=_flags)

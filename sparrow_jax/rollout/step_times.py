@@ -1,0 +1,352 @@
+"""How long a decode step takes at a given number of cached tokens, and how long its parts take alone.
+
+The step is the engine's own decode segment, the compiled function that every rollout runs. No prompt is encoded: the
+cache is filled with random numbers, and the slots are told how many tokens they hold. The parts stand in graphs of
+their own, with the shapes of the step. Times are of graphs run back to back, without waiting in between.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.landmark_update import landmark_update
+from pallas_kernels.page_select import page_select
+from pallas_kernels.sparse_decode import sparse_decode
+from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.rollout.cache import Cache, Slots
+from sparrow_jax.rollout.decode import SamplerStatics
+from sparrow_jax.rollout.engine import SHARDED, WHOLE, Engine, Sampling
+from sparrow_jax.rollout.sampling import draw
+
+RUNS = 5  # the median of them counts
+SEGMENTS = 3  # of one run
+SCALE = 0.1  # standard deviation of what stands in the cache
+NEVER_ENDS = 1 << 30  # response tokens
+CACHE = Cache(PartitionSpec(None, meshes.BATCH_AXES), SHARDED)  # type: ignore[arg-type]
+
+State = TypeVar('State')
+
+
+class FullSlots:
+    """Cache and slots of an engine as if every slot decoded a sequence; segments donate and replace them.
+
+    Args:
+        engine: its pool must hold `longest_tokens` for every slot. Engines that differ in nothing but the schedule can
+            share the slots.
+        longest_tokens: the most that any sequence will hold; each gets pages for so many, in random places of its
+            shard's pool.
+        seed: of all random numbers.
+    """
+
+    def __init__(self, engine: Engine, longest_tokens: int, seed: int = 0):
+        pages = -(-longest_tokens // engine.rollout.page_tokens)
+        B, N, per_shard = engine.rollout.slots, engine.pages_per_sequence, engine.slots_per_shard
+        rng, key = np.random.default_rng(seed), jax.random.key(seed)
+        table_BN = np.zeros((B, N), np.int32)
+        for first in range(0, B, per_shard):
+            places = rng.permutation(engine.pool_pages)[: per_shard * pages]
+            table_BN[first : first + per_shard, :pages] = places.reshape(per_shard, pages)
+        self.cache, slots = engine._fresh(False)()
+        self._fill(engine, key)
+        integers = lambda value: _placed(engine, np.full(B, value, np.int32))
+        self.slots = dataclasses.replace(
+            slots,
+            table_BN=_placed(engine, table_BN),
+            token_B=_placed(engine, rng.integers(0, engine.shape.vocab_size, B, dtype=np.int32)),
+            count_B=integers(1),
+            limit_B=integers(NEVER_ENDS),
+            active_B=_placed(engine, np.ones(B, bool)),
+            key_B2=_placed(engine, rng.integers(0, 2**32, (B, 2), dtype=np.uint32)),
+        )
+        self.rewind = jax.jit(_rewound, donate_argnums=0, out_shardings=engine._shardings()[1])
+
+    @property
+    def landmark_width(self) -> int:
+        """Numbers of a landmark."""
+        return self.cache.landmarks[0].shape[-1]
+
+    def _fill(self, engine: Engine, key: jax.Array) -> None:
+        """Random numbers in place of zeros, in the same memory: there is no room for a second pool."""
+        layouts = engine._shardings()[0]
+        pages = jax.jit(_random_pages, donate_argnums=0, out_shardings=layouts.pages)
+        landmarks = jax.jit(_random, donate_argnums=0, out_shardings=layouts.landmarks)
+        for layer in range(engine.shape.layers):
+            own = jax.random.fold_in(key, layer)
+            self.cache.pages[layer] = pages(self.cache.pages[layer], own)
+            self.cache.landmarks[layer] = landmarks(self.cache.landmarks[layer], jax.random.fold_in(own, 1))
+        jax.block_until_ready(self.cache)
+
+
+def segment_start(cached_tokens: int, segment_steps: int) -> int:
+    """Tokens that a sequence holds before a segment over which it holds `cached_tokens` on average, the current token
+    included."""
+    return cached_tokens - (segment_steps + 1) // 2
+
+
+def segment_end(cached_tokens: int, segment_steps: int) -> int:
+    """Tokens that it holds after that segment."""
+    return segment_start(cached_tokens, segment_steps) + segment_steps
+
+
+def step_seconds(engine: Engine, weights: nnx.State, full: FullSlots, cached_tokens: int) -> float:
+    """Seconds of one step of the engine's decode segment, over all slots.
+
+    Before every segment the lengths are set back, on the device, so that all segments run at `cached_tokens`.
+
+    Raises:
+        RuntimeError: a sequence did not decode to the end of a segment: the time would be that of fewer.
+    """
+    sampling, steps = sampling_of(engine), engine.rollout.segment_steps
+    run, values = engine._segment(sampling), engine._values(sampling)
+    start = np.int32(segment_start(cached_tokens, steps))
+
+    def segment(state: tuple[Cache, Slots]) -> tuple[Cache, Slots]:
+        cache, slots = state
+        return run(weights, cache, full.rewind(slots, start), values)
+
+    seconds, (full.cache, full.slots) = median_seconds(segment, (full.cache, full.slots))
+    decoded_B = np.asarray(full.slots.active_B) & (np.asarray(full.slots.length_B) == start + steps)
+    if not decoded_B.all():
+        raise RuntimeError('a sequence ended during the run')
+    return seconds / steps
+
+
+def median_seconds(call: Callable[[State], State], state: State) -> tuple[float, State]:
+    """Seconds of one call, each made from the last one's result, and the last result.
+
+    The median over runs of several calls without waiting in between, after one that compiles and warms up.
+    """
+    state = jax.block_until_ready(call(state))
+    seconds = []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        for _ in range(SEGMENTS):
+            state = call(state)
+        jax.block_until_ready(state)
+        seconds.append((time.perf_counter() - began) / SEGMENTS)
+    return statistics.median(seconds), state
+
+
+def sampling_of(engine: Engine) -> Sampling:
+    """How a bench samples: as the engine's schedule says, from the full softmax."""
+    return Sampling(engine.rollout.temperature, sparse=engine.schedule.kind != 'dense')
+
+
+class StepParts:
+    """Times of the parts of a step, each alone in a graph that loops over as many steps as a segment.
+
+    In every loop a step needs the one before, through a value that the compiler cannot foresee: of steps that are all
+    alike it would run one.
+    """
+
+    def __init__(self, engine: Engine, weights: nnx.State):
+        self.engine, self.weights = engine, weights
+        self.statics: SamplerStatics = engine._variant(sampling_of(engine))
+        self.sparse_layers = [i for i in range(engine.shape.layers) if i not in self.statics.dense_layers]
+        self._graphs: dict[str, Callable] = {}
+
+    def reading(self, full: FullSlots, cached_tokens: int) -> dict[str, float]:
+        """Seconds of what depends on the cache: `attention` of all layers and `select`, the choice of their pages."""
+        B = self.engine.rollout.slots
+        length_B, budget_B = (self._integers(n) for n in (cached_tokens, self.engine.schedule.budget_pages[0]))
+        query = self._queries()
+        landmarks = [full.cache.landmarks[layer] for layer in self.sparse_layers]
+        choose = (landmarks, full.slots.table_BN, length_B, budget_B)
+        select_s, ids = 0.0, []
+        if self.sparse_layers:
+            shape = (B, self.engine.shape.kv_heads)
+            first_BK = self._placed(np.zeros(shape, np.int32))
+            select_s = self._seconds('select', self._select, (query, *choose), first_BK)
+            ids = self._chosen(query, choose)
+        attend = (full.cache.pages, full.slots.table_BN, length_B, ids)
+        specs = (CACHE.pages, SHARDED, SHARDED, SHARDED)
+        return {'attention': self._seconds('attention', self._attend, attend, query, specs), 'select': select_s}
+
+    def others(self, full: FullSlots, cached_tokens: int) -> dict[str, float]:
+        """Seconds of what is the same for every length and schedule.
+
+        `matmuls`: the decoder without attention and head, norms and embedding included. `sampling`: head and draw.
+        `cache_write`: keys and values into their pages, landmarks of pages that they fill.
+        """
+        shape, dtype = self.engine.shape, self.engine.dtype
+        B, start = self.engine.rollout.slots, segment_start(cached_tokens, self.engine.rollout.segment_steps)
+        token_B = lambda: self._integers(1)
+        rows = lambda: self._placed(np.zeros((B, 1, shape.kv_heads, shape.head_dim), dtype))
+        kept = [(rows(), rows()) for _ in range(shape.layers)]
+        hidden_BD = self._random((B, shape.d_model))
+        carry = (token_B(), self._placed(np.zeros(B, np.float32)))
+        k_BKA, v_BKA = (self._random((B, shape.kv_heads, shape.head_dim)) for _ in range(2))
+        write = (k_BKA, v_BKA, full.slots.table_BN, self._integers(start))
+        cache_write_s, full.cache = self._seconds_and_result('cache_write', self._write, write, full.cache)
+        return {
+            'matmuls': self._seconds(
+                'matmuls', self._multiply, (self.weights, self._integers(start)), (token_B(), kept), (WHOLE, SHARDED)
+            ),
+            'sampling': self._seconds(
+                'sampling', self._draw, (self.weights, hidden_BD, full.slots.key_B2), carry, (WHOLE, SHARDED, SHARDED)
+            ),
+            'cache_write': cache_write_s,
+        }
+
+    # ------------------------------------------------------------------ one step of each part
+
+    def _attend(self, _turn, q_BTHA, pages, table_BN, length_B, ids):
+        """The result of one layer is the query of the next."""
+        kernels, chosen = self.statics.kernels, iter(ids)
+        for layer, pages_KPCE in enumerate(pages):
+            if layer in self.statics.dense_layers:
+                q_BTHA = dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, implementation=kernels)
+            else:
+                ids_BKM, count_B = next(chosen)
+                q_BHA = sparse_decode(
+                    q_BTHA[:, 0], pages_KPCE, None, ids_BKM, count_B, length_B, implementation=kernels
+                )
+                q_BTHA = q_BHA[:, None]
+        return q_BTHA
+
+    def _select(self, _turn, first_BK, query, landmarks, table_BN, length_B, budget_B):
+        unforeseen_B = (first_BK < 0).any(axis=1)  # never
+        query = query + unforeseen_B[:, None, None, None].astype(query.dtype)
+        chosen = self._choose(query, landmarks, table_BN, length_B, budget_B)
+        return sum(ids_BKM[:, :, 0] for ids_BKM, _ in chosen)
+
+    def _choose(self, query, landmarks, table_BN, length_B, budget_B) -> list[tuple[jax.Array, jax.Array]]:
+        s = self.statics
+        return [
+            page_select(
+                query[:, 0],
+                landmark_BKNA,
+                length_B,
+                budget_B,
+                table_BN,
+                page_tokens=s.page_tokens,
+                max_pages=s.max_pages,
+                reserved_first=s.reserved_first,
+                reserved_last=s.reserved_last,
+                implementation=s.kernels,
+            )
+            for landmark_BKNA in landmarks
+        ]
+
+    def _multiply(self, turn, carry, weights, start_B):
+        """Keys and values are kept: unused, they would not be computed."""
+        token_B, _ = carry
+        kept = []
+
+        def attend(_layer, q_BTHA, k_BTKA, v_BTKA):
+            kept.append((k_BTKA, v_BTKA))
+            return q_BTHA
+
+        decoder = nnx.merge(self.engine.graphdef, weights)
+        hidden_BD = decoder.hidden(token_B[:, None], (start_B + turn)[:, None], attend)[:, 0]
+        unforeseen_B = jnp.isinf(hidden_BD).any(axis=1)  # never
+        return token_B - unforeseen_B, kept
+
+    def _draw(self, turn, carry, weights, hidden_BD, key_B2):
+        token_B, _ = carry
+        hidden_BD = hidden_BD + (token_B < 0)[:, None].astype(hidden_BD.dtype)  # never
+        decoder = nnx.merge(self.engine.graphdef, weights)
+        position_B = jnp.full(token_B.shape, turn, jnp.int32)
+        return draw(decoder.logits(hidden_BD), key_B2, position_B, jnp.float32(self.engine.rollout.temperature))
+
+    def _write(self, turn, cache, k_BKA, v_BKA, table_BN, start_B):
+        active_B = start_B >= 0
+        written = [
+            landmark_update(
+                *layer, k_BKA, v_BKA, table_BN, start_B + turn, active_B, implementation=self.statics.kernels
+            )
+            for layer in zip(cache.pages, cache.landmarks, strict=True)
+        ]
+        return Cache([pages for pages, _ in written], [landmarks for _, landmarks in written])
+
+    # ------------------------------------------------------------------ how they are run
+
+    def _seconds(self, name: str, step: Callable, fixed: tuple, carry: Any, specs: Any = SHARDED) -> float:
+        return self._seconds_and_result(name, step, fixed, carry, specs)[0]
+
+    def _seconds_and_result(
+        self, name: str, step: Callable, fixed: tuple, carry: State, specs: Any = SHARDED
+    ) -> tuple[float, State]:
+        """Seconds of one step, and the last carry. The graph is compiled once for all lengths.
+
+        Args:
+            step: (turn, carry, *fixed) -> carry.
+            fixed: what every step reads; specs: how it is split, of each entry or of all.
+            carry: what a step hands to the next; donated.
+        """
+        steps = self.engine.rollout.segment_steps
+
+        def loop(fixed: tuple, carry: State) -> State:
+            return lax.fori_loop(0, steps, lambda turn, carry: step(turn, carry, *fixed), carry)
+
+        carry_spec, out = (CACHE, self.engine._shardings()[0]) if isinstance(carry, Cache) else (SHARDED, None)
+        if name not in self._graphs:
+            self._graphs[name] = jax.jit(
+                self._mapped(loop, (specs, carry_spec), carry_spec),
+                donate_argnums=1,
+                out_shardings=out or NamedSharding(self.engine.mesh, SHARDED),
+            )
+        seconds, carry = median_seconds(lambda carry: self._graphs[name](fixed, carry), carry)
+        return seconds / steps, carry
+
+    def _mapped(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        mesh = self.engine.mesh
+        manual = set(meshes.BATCH_AXES if mesh.shape['tensor'] > 1 else meshes.AXES)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+        )
+
+    def _chosen(self, query: jax.Array, choose: tuple) -> list[tuple[jax.Array, jax.Array]]:
+        """Pages of every sparse layer and how many of them, for the attention."""
+        if 'chosen' not in self._graphs:
+            self._graphs['chosen'] = jax.jit(self._mapped(self._choose, (SHARDED,) * 5, SHARDED))
+        return self._graphs['chosen'](query, *choose)
+
+    def _queries(self) -> jax.Array:
+        shape = self.engine.shape
+        return self._random((self.engine.rollout.slots, 1, shape.query_heads, shape.head_dim))
+
+    def _random(self, size: tuple[int, ...]) -> jax.Array:
+        return self._placed(np.random.default_rng(0).standard_normal(size).astype(self.engine.dtype))
+
+    def _integers(self, value: int) -> jax.Array:
+        return self._placed(np.full(self.engine.rollout.slots, value, np.int32))
+
+    def _placed(self, array: Any) -> jax.Array:
+        return _placed(self.engine, array)
+
+
+def _placed(engine: Engine, array: Any) -> jax.Array:
+    """Split over the shards along its first axis, which counts slots."""
+    return jax.device_put(array, NamedSharding(engine.mesh, SHARDED))
+
+
+def _rewound(slots: Slots, length: jax.Array) -> Slots:
+    count_B = jnp.ones_like(slots.count_B)
+    return dataclasses.replace(slots, length_B=jnp.full_like(slots.length_B, length), count_B=count_B)
+
+
+def _random_pages(pages_KPCE: jax.Array, key: jax.Array) -> jax.Array:
+    """Token by token of the pages, so that the generator's own memory is a small part of the pool."""
+    K, P, C, E = pages_KPCE.shape
+
+    def fill(token: jax.Array, pages_KPCE: jax.Array) -> jax.Array:
+        rows_KPE = SCALE * jax.random.normal(jax.random.fold_in(key, token), (K, P, E), pages_KPCE.dtype)
+        return pages_KPCE.at[:, :, token].set(rows_KPE)
+
+    return lax.fori_loop(0, C, fill, pages_KPCE)
+
+
+def _random(array: jax.Array, key: jax.Array) -> jax.Array:
+    # Drawn flat: XLA's CPU backend takes seconds to compile a draw with four axes.
+    return SCALE * jax.random.normal(key, (array.size,), array.dtype).reshape(array.shape)
