@@ -95,6 +95,10 @@ def get_config() -> ConfigDict:
     c.schedule.reserved_first_pages = 1  # always read, on top of the budget
     c.schedule.reserved_last_pages = 2
     c.schedule.dense_layers = (0, 1)  # layers that read the whole cache
+    # How pages are scored (formulas: pallas_kernels/page_select/policies.py): 'block_mean' (the paper's rule, and the
+    # only one with kernels), 'quest' (bounds from each page's smallest and largest keys; landmarks twice as large) or
+    # 'group_softmax' (every head of a group hands out the same weight). Published budgets were found with 'block_mean'.
+    c.schedule.policy = 'block_mean'
 
     c.controller = ConfigDict()  # of the 'adaptive' schedule; its length bins are mismatch.bin_width_tokens wide
     c.controller.target_p05 = 0.86  # exact alpha that the 5th percentile of every length bin is held at

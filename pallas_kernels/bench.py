@@ -156,7 +156,7 @@ def _chosen(key: jax.Array, table_BN: jax.Array, K: int, M: int) -> jax.Array:
     return jnp.take_along_axis(table_BN[:, None], logical, axis=2)
 
 
-def select_options(shape: Shape) -> dict[str, int]:
+def select_options(shape: Shape) -> dict[str, Any]:
     """What a page_select of the shape is told beside its arrays."""
     return {
         'page_tokens': shape.page_tokens,

@@ -15,6 +15,7 @@ from typing import Any
 
 from pallas_kernels.dense_decode import MAX_QUERIES
 from pallas_kernels.implementation import Implementation
+from pallas_kernels.page_select.policies import SelectionPolicy
 
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
 SCHEDULE_STARTS = ('dense', 'fixed', 'published', 'file')
@@ -124,6 +125,7 @@ class ScheduleConfig:
     reserved_first_pages: int
     reserved_last_pages: int
     dense_layers: tuple[int, ...]
+    policy: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,6 +399,10 @@ def validate(run: RunConfig) -> None:
 
     one_of('rollout.kernels', r.kernels, ('auto', *Implementation))
     one_of('schedule.kind', s.kind, SCHEDULE_KINDS)
+    one_of('schedule.policy', s.policy, tuple(SelectionPolicy))
+    if r.kernels != 'auto':
+        _, why = SelectionPolicy(s.policy).implementation(Implementation(r.kernels))
+        need(not why, 'rollout.kernels', r.kernels, f'{why}; set it to auto or reference')
     need(
         s.reserved_first_pages >= 1,
         'schedule.reserved_first_pages',

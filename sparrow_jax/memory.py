@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
@@ -63,7 +64,8 @@ def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int],
     probes = run.controller.probes if run.schedule.kind == 'adaptive' else 0
     pool_pages = r.pool_pages or (slots + probes) * N
     parts['rollout: KV pool'] = L * K * pool_pages * 2 * C * A * compute
-    parts['rollout: landmarks'] = L * slots * K * N * A * compute
+    landmark_width = SelectionPolicy(run.schedule.policy).landmark_width(A)
+    parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
     if run.mismatch.every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
     parts['rollout: logits'] = 3 * slots * V * 4

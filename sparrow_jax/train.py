@@ -163,7 +163,7 @@ def _start_block(
         layers = ', '.join(map(str, schedule.dense_layers)) or 'none'
         sampler = (
             f'{schedule.kind} schedule, {budget} + {schedule.reserved_pages} reserved pages of '
-            f'{schedule.page_tokens} tokens, dense layers {layers}'
+            f'{schedule.page_tokens} tokens, chosen by {schedule.policy}, dense layers {layers}'
         )
     count, device = f'{shape.parameter_count() / 1e6:,.2f}M parameters', jax.devices()[0].device_kind
     facts = {

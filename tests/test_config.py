@@ -129,6 +129,7 @@ def test_derived_sizes():
             for name in (':', 'rewards:', ':length', '.rewards:length', 'rewards:a:b', 'rewards.py:length ', 'a/b.py:f')
         ),
         ('steps', 2**31, 'must be at most 2147483647'),
+        ('schedule.policy', 'blockmean', 'must be one of block_mean, quest, group_softmax'),
         ('schedule.budget_pages', 10**14, 'must be at most 2147483647'),
         ('data.train_examples', 10**14, 'must be at most 2147483647'),
         *((name, 10**20, 'must be at most 9223372036854775807') for name in ('seed', 'data.seed')),
@@ -163,6 +164,19 @@ def test_an_impossible_shape_is_refused_by_name(field, value, what):
         resolve(change(random_weights(), {field: value}))
     assert str(caught.value).startswith(f'{field}={value!r}: ')
     assert what in str(caught.value)
+
+
+def test_kernels_that_do_not_have_the_policy_are_refused():
+    for policy in ('quest', 'group_softmax'):
+        for kernels in ('mosaic_gpu', 'mosaic_tpu_interpreted'):
+            settings = {'schedule.policy': policy, 'rollout.kernels': kernels}
+            with pytest.raises(ConfigError) as caught:
+                resolve(change(make_config(), settings))
+            assert str(caught.value).startswith(f"rollout.kernels='{kernels}': schedule.policy={policy} has no kernels")
+            assert str(caught.value).endswith('set it to auto or reference')
+        for kernels in ('auto', 'reference'):
+            resolve(change(make_config(), {'schedule.policy': policy, 'rollout.kernels': kernels}))
+    resolve(change(make_config(), {'rollout.kernels': 'mosaic_gpu'}))
 
 
 def test_checks_that_depend_on_another_field():

@@ -97,6 +97,16 @@ def test_options_that_cost_memory_show():
     assert memory.estimate(make_run(), SHAPE, ONE, 'tpu')['learner: one layer'] > plain['learner: one layer']
 
 
+def test_landmarks_are_as_wide_as_the_policy_makes_them():
+    plain, quest, softmax = (
+        memory.estimate(make_run(**{'schedule.policy': policy}), SHAPE, ONE, 'gpu')
+        for policy in ('block_mean', 'quest', 'group_softmax')
+    )
+    assert quest.pop('rollout: landmarks') == 2 * plain['rollout: landmarks']
+    assert quest.items() < plain.items()
+    assert softmax == plain
+
+
 def test_the_phases_do_not_add_up():
     parts = {'parameters': 5, 'rollout: KV pool': 7, 'learner: gradients': 3, 'learner: logits': 1}
     assert memory.peak_bytes(parts) == 12

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.landmark_update.reference import page_mean
 from pallas_kernels.landmark_update.tuning import TPU, Blocks
+from pallas_kernels.page_select.policies import page_mean
 from pallas_kernels.pallas_tpu import SUBLANES, device_cores, interpreter
 
 

@@ -1,12 +1,11 @@
 """Writing tokens into the paged cache, in JAX: the definition."""
 
-import jax
 import jax.numpy as jnp
 
 
-def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B):
+def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B, policy):
     P, C = pages_KPCE.shape[1:3]
-    N, A = landmark_BKNA.shape[2:]
+    N, A = landmark_BKNA.shape[2], k_BKA.shape[2]
     page_B, offset_B = position_B // C, position_B % C
     physical_B = jnp.take_along_axis(table_BN, page_B[:, None], axis=1, mode='clip')[:, 0]
     target_B = jnp.where(write_B, physical_B, P)  # out of range: dropped
@@ -14,18 +13,7 @@ def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_
     pages_KPCE = pages_KPCE.at[:, target_B, offset_B].set(token_KBE, mode='drop')
 
     keys_KBCA = pages_KPCE[:, physical_B, :, :A]
-    mean_BKA = page_mean(keys_KBCA).swapaxes(0, 1).astype(landmark_BKNA.dtype)
+    filled_BKA = policy.landmark(keys_KBCA).swapaxes(0, 1).astype(landmark_BKNA.dtype)
     filled_B = jnp.where(write_B & (offset_B == C - 1), page_B, N)
     rows_B = jnp.arange(position_B.shape[0])
-    return pages_KPCE, landmark_BKNA.at[rows_B, :, filled_B].set(mean_BKA, mode='drop')
-
-
-def page_mean(keys_CA: jax.Array) -> jax.Array:
-    """The float32 mean of stored keys over the page's tokens (axis -2).
-
-    Added up in token order whatever the backend would choose, so that every path makes the same landmark.
-    """
-    total_A = keys_CA[..., 0, :].astype(jnp.float32)
-    for token in range(1, keys_CA.shape[-2]):
-        total_A = total_A + keys_CA[..., token, :].astype(jnp.float32)
-    return total_A / keys_CA.shape[-2]
+    return pages_KPCE, landmark_BKNA.at[rows_B, :, filled_B].set(filled_BKA, mode='drop')

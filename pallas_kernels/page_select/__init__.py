@@ -4,9 +4,18 @@ from numbers import Integral
 
 import jax
 
-from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_reserved, check_shapes
+from pallas_kernels.checks import (
+    check_arrays,
+    check_floats,
+    check_heads,
+    check_integers,
+    check_pages,
+    check_reserved,
+    check_shapes,
+)
 from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 from pallas_kernels.page_select import reference
+from pallas_kernels.page_select.policies import SelectionPolicy, named_policy
 
 
 def page_select(
@@ -20,17 +29,19 @@ def page_select(
     max_pages: int,
     reserved_first: int,
     reserved_last: int,
+    policy: SelectionPolicy | str = SelectionPolicy.BLOCK_MEAN,
     implementation: Implementation | str = Implementation.REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reserved pages and the `budget` best others by the block-mean score (Sparrow, section on dynamic block top-k).
+    """Reserved pages and the `budget` best others by the policy's score (formulas and sources: `policies`).
 
-    score[b, k, n] = mean over the group's query heads of q[b, h] . landmark[b, k, n], in float32. The first
+    By default score[b, k, n] = mean over the group's query heads of q[b, h] . landmark[b, k, n], in float32. The first
     `reserved_first` and the last `reserved_last` pages are always chosen, on top of the budget. Equal scores: the lower
     page wins.
 
     Args:
-        q_BHA: queries after RoPE and QK-norm; scaling does not change the choice.
-        landmark_BKNA: landmarks; those of pages that are not full are never looked at, since those pages are reserved.
+        q_BHA: queries after RoPE and QK-norm, not yet divided by sqrt(A): 'group_softmax' does that.
+        landmark_BKNA: landmarks, A numbers each, or what the policy keeps of a page (2 A under 'quest'); those of pages
+            that are not full are never looked at, since those pages are reserved.
         length_B: int32 cached tokens, the current one included, at least 1.
         budget_B: int32 pages beside the reserved ones, at least 0.
         table_BN: int32 physical page of each logical page, to get physical ids; None for logical ones.
@@ -38,24 +49,28 @@ def page_select(
         max_pages: M, the most pages any sequence may read; budgets beyond it are cut, so size it from the schedule. It
             must hold the reserved pages, or all N where those are fewer.
         reserved_first, reserved_last: pages; the last must be at least 1.
-        implementation: of `pallas_kernels.implementation`.
+        policy: how pages are scored.
+        implementation: of `pallas_kernels.implementation`; kernels have 'block_mean' alone.
 
     Returns:
         ids_BKM int32, pages in ascending order of their logical place, so that the newest is the last; entries from
         the count on are N (logical) or 0 (physical). M is at most N. count_B int32, pages read by each sequence.
 
     Raises:
-        ValueError: shapes, dtypes or sizes do not fit each other or the implementation.
+        ValueError: shapes, dtypes, sizes or the policy do not fit each other or the implementation.
     """
+    implementation = named('page_select', implementation)
+    policy = named_policy('page_select', policy, implementation)
+    check_arrays('page_select', q_BHA=q_BHA)
     arrays = {
         'q_BHA': (q_BHA, 'BHA'),
-        'landmark_BKNA': (landmark_BKNA, 'BKNA'),
+        'landmark_BKNA': (landmark_BKNA, 'BKNW'),
         'length_B': (length_B, 'B'),
         'budget_B': (budget_B, 'B'),
     }
     if table_BN is not None:
         arrays['table_BN'] = (table_BN, 'BN')
-    sizes = check_shapes('page_select', arrays)
+    sizes = check_shapes('page_select', arrays, W=policy.landmark_width(q_BHA.shape[-1]))
     if table_BN is not None:
         check_integers('page_select', table_BN=table_BN)
     check_pages('page_select', page_tokens)
@@ -77,9 +92,8 @@ def page_select(
         'reserved_first': reserved_first,
         'reserved_last': reserved_last,
     }
-    implementation = named('page_select', implementation)
     if implementation is Implementation.REFERENCE:
-        return reference.page_select(*arguments, **options)
+        return reference.page_select(*arguments, **options, policy=policy)
     check_fit('page_select', sizes['A'], sizes['H'] // sizes['K'], landmark_BKNA.dtype)
     check_machine('page_select', implementation, q_BHA)
     kernel = kernel_module('page_select', implementation)

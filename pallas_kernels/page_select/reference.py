@@ -3,18 +3,30 @@
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.page_select.policies import SelectionPolicy
+
 
 def page_select(
-    q_BHA, landmark_BKNA, length_B, budget_B, table_BN, *, page_tokens, max_pages, reserved_first, reserved_last
+    q_BHA,
+    landmark_BKNA,
+    length_B,
+    budget_B,
+    table_BN,
+    *,
+    page_tokens,
+    max_pages,
+    reserved_first,
+    reserved_last,
+    policy=SelectionPolicy.BLOCK_MEAN,
 ):
-    B, K, N, A = landmark_BKNA.shape
-    group_BKA = q_BHA.astype(jnp.float32).reshape(B, K, -1, A).mean(axis=2)
-    landmark_BKNA = landmark_BKNA.astype(jnp.float32)
-    score_BKN = jnp.einsum('bka,bkna->bkn', group_BKA, landmark_BKNA, precision=lax.Precision.HIGHEST)
+    B, K, N, _ = landmark_BKNA.shape
+    q_BKGA = q_BHA.astype(jnp.float32).reshape(B, K, -1, q_BHA.shape[-1])
+    logical_N = jnp.arange(N)
+    full_BN = logical_N < (length_B // page_tokens)[:, None]
+    score_BKN = policy.scores(q_BKGA, landmark_BKNA.astype(jnp.float32), full_BN)
     score_BKN = jnp.where(score_BKN == 0, 0.0, score_BKN)  # top_k orders -0 below 0
 
     pages_B = -(-length_B // page_tokens)
-    logical_N = jnp.arange(N)
     exists_BN = logical_N < pages_B[:, None]
     reserved_BN = (logical_N < reserved_first) | (logical_N >= pages_B[:, None] - reserved_last)
     score_BKN = jnp.where((reserved_BN & exists_BN)[:, None], jnp.inf, score_BKN)

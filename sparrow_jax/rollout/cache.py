@@ -1,7 +1,8 @@
 """The paged KV cache and the state of the slots, as pytrees that the jitted functions donate and return.
 
-Layout per layer: one pool `pages_KPCE` (a token's key and value side by side) and `landmark_BKNA`, the mean key of
-each filled page per slot in logical order, so that scoring reads contiguous memory. One page table serves all layers.
+Layout per layer: one pool `pages_KPCE` (a token's key and value side by side) and `landmark_BKNW`, what the selection
+policy keeps of each filled page (its mean key, by default) per slot in logical order, so that scoring reads contiguous
+memory. One page table serves all layers.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.models.shape import DecoderShape
 
 
@@ -18,7 +20,7 @@ class Cache:
     """Keys and values of all slots. Lists hold one array a layer: a stacked one would be copied before each kernel."""
 
     pages: list[jax.Array]  # [K, P, C, E]
-    landmarks: list[jax.Array]  # [B, K, N, A]
+    landmarks: list[jax.Array]  # [B, K, N, W], W as the policy has it
 
 
 @jax.tree_util.register_dataclass
@@ -45,14 +47,21 @@ class Slots:
 
 
 def make_cache(
-    shape: DecoderShape, *, slots: int, pool_pages: int, pages_per_sequence: int, page_tokens: int, dtype
+    shape: DecoderShape,
+    *,
+    slots: int,
+    pool_pages: int,
+    pages_per_sequence: int,
+    page_tokens: int,
+    policy: SelectionPolicy,
+    dtype,
 ) -> Cache:
     """An empty cache. Free memory is zero here, but nothing relies on it."""
     K, A = shape.kv_heads, shape.head_dim
     layers = range(shape.layers)
     return Cache(
         pages=[jnp.zeros((K, pool_pages, page_tokens, 2 * A), dtype) for _ in layers],
-        landmarks=[jnp.zeros((slots, K, pages_per_sequence, A), dtype) for _ in layers],
+        landmarks=[jnp.zeros((slots, K, pages_per_sequence, policy.landmark_width(A)), dtype) for _ in layers],
     )
 
 

@@ -13,8 +13,9 @@ from jax import lax
 
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.landmark_update import landmark_update, page_mean
+from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import page_select
+from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.sparse_decode import sparse_decode
 from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
@@ -35,6 +36,7 @@ class SamplerStatics:
         dense_layers: layers that read every page; all of them for a dense sampler.
         end_ids: tokens that end a response.
         prefill_attention: implementation of `models.attention.causal_attend`.
+        policy: how a sparse layer chooses its pages.
         kernels: what runs the attention of decode steps.
         truncate: whether top-p is applied (evaluation only).
     """
@@ -47,8 +49,14 @@ class SamplerStatics:
     dense_layers: frozenset[int]
     end_ids: tuple[int, ...]
     prefill_attention: str
+    policy: SelectionPolicy
     kernels: Implementation
     truncate: bool
+
+    @property
+    def selection_kernels(self) -> Implementation:
+        """What runs page_select and landmark_update."""
+        return self.policy.implementation(self.kernels)[0]
 
 
 @jax.tree_util.register_dataclass
@@ -200,7 +208,8 @@ def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, activ
             table_BN,
             position_B,
             active_B,
-            implementation=kernels,
+            policy=statics.policy,
+            implementation=statics.selection_kernels,
         )
         if layer in statics.dense_layers:
             return dense_decode(q_BTHA, cache.pages[layer], table_BN, length_B, implementation=kernels)
@@ -214,7 +223,8 @@ def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, activ
             max_pages=statics.max_pages,
             reserved_first=statics.reserved_first,
             reserved_last=statics.reserved_last,
-            implementation=kernels,
+            policy=statics.policy,
+            implementation=statics.selection_kernels,
         )
         o_BHA = sparse_decode(
             q_BTHA[:, 0], cache.pages[layer], None, ids_BKM, count_B, length_B, implementation=kernels
@@ -242,7 +252,7 @@ def _prefill_attend(cache: Cache, prompts: Prompts, probes: bool, statics: Sampl
     dense = causal_attend(None, statics.prefill_attention)
 
     def attend(layer: int, q_RTHA: jax.Array, k_RTKA: jax.Array, v_RTKA: jax.Array) -> jax.Array:
-        pool_KPCE, landmark_BKNA = cache.pages[layer], cache.landmarks[layer]
+        pool_KPCE, landmark_BKNW = cache.pages[layer], cache.landmarks[layer]
         K, P, _, E = pool_KPCE.shape
         kv_RTKE = jnp.concatenate([k_RTKA, v_RTKA], axis=-1).astype(pool_KPCE.dtype)
         kv_KRNCE = kv_RTKE.reshape(R, pages, C, K, E).transpose(3, 0, 1, 2, 4)
@@ -252,8 +262,8 @@ def _prefill_attend(cache: Cache, prompts: Prompts, probes: bool, statics: Sampl
             last_KRCE = kv_KRNCE[:, jnp.arange(R), last_R]
             pool_KPCE = pool_KPCE.at[:, jnp.where(has_copy_R, copy_R, P)].set(last_KRCE, mode='drop')
         cache.pages[layer] = pool_KPCE
-        mean_RKNA = page_mean(kv_KRNCE[..., : E // 2]).swapaxes(0, 1).astype(landmark_BKNA.dtype)
-        cache.landmarks[layer] = landmark_BKNA.at[prompts.slot_R, :, :pages].set(mean_RKNA, mode='drop')
+        filled_RKNW = statics.policy.landmark(kv_KRNCE[..., : E // 2]).swapaxes(0, 1).astype(landmark_BKNW.dtype)
+        cache.landmarks[layer] = landmark_BKNW.at[prompts.slot_R, :, :pages].set(filled_RKNW, mode='drop')
         return dense(layer, q_RTHA, k_RTKA, v_RTKA)
 
     return attend

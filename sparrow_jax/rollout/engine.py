@@ -162,6 +162,8 @@ class Engine:
         self.rows_per_shard = -(-rollout.prefill_rows // self.shards)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
         self.kernels, self.why_kernels = self._kernels()
+        _, why_selection = schedule.policy.implementation(self.kernels)
+        self.why_kernels += f'; {why_selection}' if why_selection else ''
         self._statics = SamplerStatics(
             page_tokens=rollout.page_tokens,
             max_pages=schedule.most_pages(self.pages_per_sequence),
@@ -171,6 +173,7 @@ class Engine:
             dense_layers=frozenset(range(shape.layers) if schedule.kind == 'dense' else schedule.dense_layers),
             end_ids=tuple(end_ids),
             prefill_attention=best_implementation(compute_dtype),
+            policy=schedule.policy,
             kernels=self.kernels,
             truncate=False,
         )
@@ -374,6 +377,7 @@ class Engine:
                 pool_pages=self.pool_pages * self.shards,
                 pages_per_sequence=self.pages_per_sequence,
                 page_tokens=self.rollout.page_tokens,
+                policy=self._statics.policy,
                 dtype=self.dtype,
             )
             slots = make_slots(

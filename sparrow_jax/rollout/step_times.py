@@ -233,7 +233,8 @@ class StepParts:
                 max_pages=s.max_pages,
                 reserved_first=s.reserved_first,
                 reserved_last=s.reserved_last,
-                implementation=s.kernels,
+                policy=s.policy,
+                implementation=s.selection_kernels,
             )
             for landmark_BKNA in landmarks
         ]
@@ -263,7 +264,14 @@ class StepParts:
         active_B = start_B >= 0
         written = [
             landmark_update(
-                *layer, k_BKA, v_BKA, table_BN, start_B + turn, active_B, implementation=self.statics.kernels
+                *layer,
+                k_BKA,
+                v_BKA,
+                table_BN,
+                start_B + turn,
+                active_B,
+                policy=self.statics.policy,
+                implementation=self.statics.selection_kernels,
             )
             for layer in zip(cache.pages, cache.landmarks, strict=True)
         ]

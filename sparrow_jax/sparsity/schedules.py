@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 from sparrow_jax.json_files import read_object
 
@@ -42,6 +43,7 @@ class Schedule:
         reserved_first, reserved_last: pages that are always read, outside the budget.
         dense_layers: layers that read every page.
         budget_pages: budget of each bin, an adaptive schedule's first; the last one holds for every longer length.
+        policy: how the pages of the budget are chosen.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Schedule:
     reserved_last: int
     dense_layers: tuple[int, ...]
     budget_pages: tuple[int, ...]
+    policy: SelectionPolicy = SelectionPolicy.BLOCK_MEAN
 
     @property
     def reserved_pages(self) -> int:
@@ -104,7 +107,7 @@ def load_schedule(
             'budget_pages': [budget],
         }
         name = f'schedule.kind={config.kind!r}'
-    schedule = _checked(config.kind, raw, name)
+    schedule = dataclasses.replace(_checked(config.kind, raw, name), policy=SelectionPolicy(config.policy))
     if schedule.page_tokens != rollout.page_tokens:
         raise ConfigError(
             f'rollout.page_tokens={rollout.page_tokens}: {name} counts in pages of {schedule.page_tokens} tokens; '

@@ -15,10 +15,10 @@ _jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_le
 
 dense_decode = _jit(dense.dense_decode, static_argnames=('implementation', 'out_dtype'))
 sparse_decode = _jit(sparse.sparse_decode, static_argnames=('implementation', 'out_dtype'))
-landmark_update = _jit(landmark.landmark_update, static_argnames='implementation')
+landmark_update = _jit(landmark.landmark_update, static_argnames=('policy', 'implementation'))
 page_select = _jit(
     select.page_select,
-    static_argnames=('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'implementation'),
+    static_argnames=('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'policy', 'implementation'),
 )
 
 

@@ -1,7 +1,7 @@
 """The sampler's attention once more, in float64 NumPy and over plain lists of tokens: the judge of the JAX references.
 
 Nothing is shared with `pallas_kernels`: tokens are collected one by one through the page table, softmax runs over
-whole lists, pages are chosen by sorting pairs (score, page), landmarks are plain means.
+whole lists, pages are chosen by sorting pairs (score, page), landmarks and scores are the formulas, written out.
 """
 
 import numpy as np
@@ -50,25 +50,62 @@ def sparse_decode(q_BHA, pages_KPCE, table_BN, ids_BKM, count_B, length_B):
     return o_BHA
 
 
-def select_pages(q_GA, landmark_NA, length, budget, page_tokens, max_pages, reserved_first, reserved_last):
-    """The pages that one KV head reads, ascending. Landmarks of reserved pages are not looked at."""
+def page_landmark(keys_CA, policy):
+    """What a policy keeps of one full page."""
+    keys_CA = np.asarray(keys_CA, np.float64)
+    if policy == 'quest':
+        return np.asarray([*keys_CA.min(axis=0), *keys_CA.max(axis=0)])
+    return keys_CA.mean(axis=0)
+
+
+def page_scores(q_GA, landmark_NA, policy):
+    """Score of every page, all of them full, for one group of query heads."""
+    q_GA, landmark_NA = np.asarray(q_GA, np.float64), np.asarray(landmark_NA, np.float64)
+    A = q_GA.shape[1]
+    if policy == 'block_mean':
+        return [float(q_GA.mean(axis=0) @ landmark_A) for landmark_A in landmark_NA]
+    if policy == 'quest':
+        bound = lambda q_A, low_A, high_A: np.maximum(q_A * low_A, q_A * high_A).sum()
+        return [max(bound(q_A, landmark_W[:A], landmark_W[A:]) for q_A in q_GA) for landmark_W in landmark_NA]
+    assert policy == 'group_softmax'
+    total_N = np.zeros(len(landmark_NA))
+    for q_A in q_GA:
+        weight_N = np.exp([q_A @ landmark_A / np.sqrt(A) for landmark_A in landmark_NA])
+        total_N += weight_N / weight_N.sum()
+    return list(total_N)
+
+
+def select_pages(
+    q_GA, landmark_NW, length, budget, page_tokens, max_pages, reserved_first, reserved_last, policy='block_mean'
+):
+    """The pages that one KV head reads, ascending. Landmarks of pages that are not full are not looked at."""
     pages = -(-length // page_tokens)
     reserved = [n for n in range(pages) if n < reserved_first or n >= pages - reserved_last]
     others = [n for n in range(pages) if n not in reserved]
-    mean_A = np.asarray(q_GA, np.float64).mean(axis=0)
-    score = {n: float(mean_A @ np.asarray(landmark_NA[n], np.float64)) for n in others}
+    score = page_scores(q_GA, landmark_NW[: length // page_tokens], policy)
     best = sorted(others, key=lambda n: (-score[n], n))
     return sorted((reserved + best[: min(budget, max_pages - len(reserved))])[:max_pages])
 
 
-def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pages, reserved_first, reserved_last):
-    B, K, N, A = landmark_BKNA.shape
+def page_select(
+    q_BHA,
+    landmark_BKNA,
+    length_B,
+    budget_B,
+    *,
+    page_tokens,
+    max_pages,
+    reserved_first,
+    reserved_last,
+    policy='block_mean',
+):
+    B, K, N, _ = landmark_BKNA.shape
     ids_BKM = np.full((B, K, min(max_pages, N)), N)
     count_B = np.zeros(B, int)
     for b in range(B):
         for k in range(K):
             chosen = select_pages(
-                q_BHA[b].reshape(K, -1, A)[k],
+                q_BHA[b].reshape(K, -1, q_BHA.shape[-1])[k],
                 landmark_BKNA[b, k],
                 int(length_B[b]),
                 int(budget_B[b]),
@@ -76,14 +113,15 @@ def page_select(q_BHA, landmark_BKNA, length_B, budget_B, *, page_tokens, max_pa
                 max_pages,
                 reserved_first,
                 reserved_last,
+                policy,
             )
             ids_BKM[b, k, : len(chosen)] = chosen
             count_B[b] = len(chosen)
     return ids_BKM, count_B
 
 
-def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B):
-    """New pool and landmarks; a landmark is the plain float64 mean of the stored keys."""
+def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B, policy='block_mean'):
+    """New pool and landmarks, these in float64 and not rounded."""
     pages_KPCE, landmark_BKNA = pages_KPCE.copy(), landmark_BKNA.astype(np.float64)
     K, C = pages_KPCE.shape[0], pages_KPCE.shape[2]
     for b in range(len(position_B)):
@@ -95,7 +133,7 @@ def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_
             pages_KPCE[k, table_BN[b, page], offset, :A] = k_BKA[b, k]
             pages_KPCE[k, table_BN[b, page], offset, A:] = v_BKA[b, k]
             if offset == C - 1:
-                landmark_BKNA[b, k, page] = pages_KPCE[k, table_BN[b, page], :, :A].astype(np.float64).mean(axis=0)
+                landmark_BKNA[b, k, page] = page_landmark(pages_KPCE[k, table_BN[b, page], :, :A], policy)
     return pages_KPCE, landmark_BKNA
 
 

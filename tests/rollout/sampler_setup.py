@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import base
+from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ParallelConfig, RolloutConfig, resolve
 from sparrow_jax.models.decoder import init_decoder
 from sparrow_jax.models.shape import DecoderShape
@@ -70,7 +71,7 @@ class Sampler:
 
     budgets: the most that it is made for. keep_hidden: in all calls, since the two ways compile apart.
     mesh: sizes of (data, fsdp, tensor). shape, dtype: of the model, and of cache and activations.
-    probing: of an adaptive schedule.
+    probing: of an adaptive schedule. policy: how pages are chosen.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Sampler:
         shape=SHAPE,
         dtype='float32',
         probing=None,
+        policy='block_mean',
         **rollout,
     ):
         graphdef, params = model
         self.keep_hidden = keep_hidden
         kind = 'adaptive' if probing else 'fixed'
         self.schedule = Schedule(
-            kind, PAGE, BIN_WIDTH, RESERVED_FIRST, RESERVED_LAST, DENSE_LAYERS, budget_pages=budgets
+            kind, PAGE, BIN_WIDTH, RESERVED_FIRST, RESERVED_LAST, DENSE_LAYERS, budgets, SelectionPolicy(policy)
         )
         devices = make_mesh(ParallelConfig(*mesh))
         self.engine = Engine(

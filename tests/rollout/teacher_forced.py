@@ -47,8 +47,8 @@ def dense(model, request, response) -> np.ndarray:
     return _from_prompt_on(logits_1TV[0], request, response)
 
 
-def sparse(model, request, response, budgets) -> np.ndarray:
-    """Like `dense`, for a sampler with these budgets; the prompt and the dense layers read everything."""
+def sparse(model, request, response, budgets, policy='block_mean') -> np.ndarray:
+    """Like `dense`, for a sampler with these budgets and policy; the prompt and the dense layers read everything."""
     prompt, used = len(request.prompt_ids), len(request.prompt_ids) + len(response.tokens)
 
     def attend(layer, q_1THA, k_1TKA, v_1TKA):
@@ -60,7 +60,7 @@ def sparse(model, request, response, budgets) -> np.ndarray:
                 q_GA = q_THA[t].reshape(K, -1, q_THA.shape[-1])[k]
                 seen = list(range(t + 1))
                 if t >= prompt and layer not in setup.DENSE_LAYERS:
-                    seen = _chosen_tokens(q_GA, k_TKA[: t + 1, k], budgets)
+                    seen = _chosen_tokens(q_GA, k_TKA[: t + 1, k], budgets, policy)
                 for g, q_A in enumerate(q_GA):
                     o_A = numpy_reference.attend(q_A, k_TKA[seen, k].astype(float), v_TKA[seen, k].astype(float))
                     o_1THA[0, t, k * len(q_GA) + g] = o_A
@@ -71,13 +71,13 @@ def sparse(model, request, response, budgets) -> np.ndarray:
     return _from_prompt_on(logits_1TV[0], request, response)
 
 
-def _chosen_tokens(q_GA, keys_SA, budgets):
+def _chosen_tokens(q_GA, keys_SA, budgets, policy):
     length, C = len(keys_SA), setup.PAGE
     full = length // C
-    landmark_NA = keys_SA[: full * C].reshape(full, C, keys_SA.shape[1]).mean(axis=1)
+    landmark_NW = [numpy_reference.page_landmark(keys_SA[n * C : (n + 1) * C], policy) for n in range(full)]
     budget = budgets[min(length // setup.BIN_WIDTH, len(budgets) - 1)]
     pages = numpy_reference.select_pages(
-        q_GA, landmark_NA, length, budget, C, setup.PAGES, setup.RESERVED_FIRST, setup.RESERVED_LAST
+        q_GA, landmark_NW, length, budget, C, setup.PAGES, setup.RESERVED_FIRST, setup.RESERVED_LAST, policy
     )
     return [position for page in pages for position in range(page * C, min((page + 1) * C, length))]
 

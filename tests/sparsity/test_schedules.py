@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, budget_for_length, load_schedule
 
@@ -26,7 +27,16 @@ ROLLOUT = RolloutConfig(
 )
 WHOLE_NUMBERS = ('bin_width_tokens', 'reserved_first_pages', 'reserved_last_pages')
 FIXED = ScheduleConfig(
-    'fixed', 'fixed', 64, '', 0.86, '', reserved_first_pages=1, reserved_last_pages=2, dense_layers=(0, 1)
+    'fixed',
+    'fixed',
+    64,
+    '',
+    0.86,
+    '',
+    reserved_first_pages=1,
+    reserved_last_pages=2,
+    dense_layers=(0, 1),
+    policy='block_mean',
 )
 LAYERS = 28
 PUBLISHED = {
@@ -78,6 +88,14 @@ def test_fixed_and_dense():
     dense = load(kind='dense', budget_pages=0)
     assert dense.budget_pages == (EVERY_PAGE,)
     assert dense.most_pages(ROLLOUT.pages_per_sequence) == ROLLOUT.pages_per_sequence == 2008
+
+
+@pytest.mark.parametrize('kind', ['fixed', 'dense', 'published', 'file', 'adaptive'])
+def test_every_kind_of_schedule_has_the_policy_of_the_configuration(tmp_path, kind):
+    (tmp_path / 's.json').write_text(json.dumps(GOOD_FILE))
+    changes = {'kind': kind, 'model': 'qwen3-4b', 'path': str(tmp_path / 's.json')}
+    assert load(**changes).policy is SelectionPolicy.BLOCK_MEAN
+    assert load(**changes, policy='quest').policy is SelectionPolicy.QUEST
 
 
 def test_file(tmp_path):
