@@ -109,6 +109,13 @@ def get_config() -> ConfigDict:
     c.controller.least_pages = 1  # of a budget
     c.controller.most_pages = 0  # of a budget; 0 = as many as a sequence has
 
+    c.guard = ConfigDict()  # what to do when numbers, averaged over some steps, say that training is collapsing
+    c.guard.action = 'none'  # 'widen': all budgets are doubled; 'dense': so is the sampler; 'stop', with a checkpoint
+    c.guard.window_steps = 4
+    c.guard.least_p05 = 0.5  # of alpha; 0 = not watched
+    c.guard.least_length_share = 0.5  # mean response length, of its largest mean so far; 0 = not watched
+    c.guard.least_entropy_share = 0.1  # likewise
+
     c.mismatch = ConfigDict()
     c.mismatch.every_steps = 1  # measure alpha on every sampled token each n-th step; 0 = never
     c.mismatch.bin_width_tokens = 2000  # cached tokens per length bin

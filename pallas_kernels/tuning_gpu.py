@@ -22,8 +22,8 @@ class Blocks:
     split_tokens: int
 
 
-# H200. sparse_decode by `tune`: 129.1 us with 2 stages, 132.3 with 3, 138.2 with 6 at 32 x 256 pages of 16, all alike at
-# 16 x 64. dense_decode reasoned, and found good by `bench`: two thread blocks a multiprocessor, 96 KB under way
+# H200. sparse_decode by `tune`: 129.1 us with 2 stages, 132.3 with 3, 138.2 with 6 at 32 x 256 pages of 16, all alike
+# at 16 x 64. dense_decode reasoned, and found good by `bench`: two thread blocks a multiprocessor, 96 KB under way
 # in each. No split below 8K tokens.
 SPARSE_DECODE = Blocks(tile_tokens=64, stages=2, split_tokens=8192)
 DENSE_DECODE = Blocks(tile_tokens=64, stages=3, split_tokens=8192)

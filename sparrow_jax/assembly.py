@@ -79,8 +79,8 @@ class Parts:
         make = lambda: init_decoder(self.shape, self.run.seed, **_dtypes(self.run))[1]
         return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
-    def engine(self, adapts: bool = False) -> Engine:
-        """The sampler. adapts: whether an adaptive schedule is measured and moved, as in training."""
+    def engine(self, trains: bool = False) -> Engine:
+        """The sampler. trains: whether budgets can change while it lives: by an adaptive schedule, or by a guard."""
         return Engine(
             self.sampler_graph,
             self.shape,
@@ -89,7 +89,8 @@ class Parts:
             self.schedule,
             self.encoder.end_ids,
             self.run.model.compute_dtype,
-            _probing(self.run.controller, self.schedule) if adapts else None,
+            _probing(self.run.controller, self.schedule) if trains else None,
+            may_widen=trains and self.run.guard.action == 'widen',
         )
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.implementation import Implementation
 from pallas_kernels.page_select.policies import SelectionPolicy
 
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
+GUARD_ACTIONS = ('none', 'widen', 'dense', 'stop')
 SCHEDULE_STARTS = ('dense', 'fixed', 'published', 'file')
 SCHEDULE_KINDS = (*SCHEDULE_STARTS, 'adaptive')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
@@ -140,6 +141,15 @@ class ControllerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    action: str
+    window_steps: int
+    least_p05: float
+    least_length_share: float
+    least_entropy_share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class MismatchConfig:
     every_steps: int
     bin_width_tokens: int
@@ -214,6 +224,7 @@ class RunConfig:
     rollout: RolloutConfig
     schedule: ScheduleConfig
     controller: ControllerConfig
+    guard: GuardConfig
     mismatch: MismatchConfig
     learner: LearnerConfig
     optimizer: OptimizerConfig
@@ -302,6 +313,13 @@ def _validate_controller(run: RunConfig, need: Callable[[bool, str, Any, str], N
         'controller.probes',
         c.probes,
         f'must be fewer than rollout.slots={run.rollout.slots}: some sequences go without',
+    )
+    pages, longest = run.rollout.pool_pages, run.rollout.pages_per_sequence
+    need(
+        pages == 0 or pages >= 2 * longest,
+        'rollout.pool_pages',
+        pages,
+        f'must hold both caches of one longest probe, 2 x {longest} pages; 0 makes the pool fit',
     )
     need(c.urgent_count >= 1, 'controller.urgent_count', c.urgent_count, 'must be at least 1')
     need(
@@ -431,6 +449,12 @@ def validate(run: RunConfig) -> None:
         need(s.budget_pages >= 1, 'schedule.budget_pages', s.budget_pages, 'must be at least 1')
     if start == 'file':
         need(bool(s.path), 'schedule.path', '', 'a schedule from a file needs the path of a schedule.json')
+
+    one_of('guard.action', run.guard.action, GUARD_ACTIONS)
+    need(run.guard.window_steps >= 1, 'guard.window_steps', run.guard.window_steps, 'must be at least 1')
+    for field in ('least_p05', 'least_length_share', 'least_entropy_share'):
+        value = getattr(run.guard, field)
+        need(0 <= value < 1, f'guard.{field}', value, 'must be in [0, 1) (0 = not watched)')
 
     need(run.mismatch.every_steps >= 0, 'mismatch.every_steps', run.mismatch.every_steps, 'must not be negative')
     need(

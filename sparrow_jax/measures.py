@@ -123,12 +123,13 @@ def adaptive_metrics(
         longest_tokens: cached tokens of the longest sequence; bins that none has reached are left out.
     """
     metrics, full = {'sparse/budget_moves': float(adapted.moves)}, []
+    moves_Z = np.asarray(adapted.controller.moves_Z)
     for z in range(min(len(most_Z), longest_tokens // control.bin_width_tokens + 1)):
         low, high = z * control.bin_width_tokens, (z + 1) * control.bin_width_tokens
         metrics[f'sparse/budget_pages/bin_{low}_{high}'] = float(adapted.budget_Z[z])
         if adapted.tail.tokens_Z[z] >= control.urgent_count:
             metrics[f'sparse/probe_p05/bin_{low}_{high}'] = float(adapted.tail.p05_Z[z])
-        if adapted.budget_Z[z] >= most_Z[z] and adapted.controller.moves_Z[z]:
+        if adapted.budget_Z[z] >= most_Z[z] and moves_Z[z]:
             full.append((low, high))
     return metrics, full
 

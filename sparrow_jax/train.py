@@ -24,6 +24,8 @@ from sparrow_jax.tasks.verifiers import Verifier
 from sparrow_jax.trainer import Trainer
 from sparrow_jax.workdir import Workdir
 
+STOPPED_BY_GUARD = 3  # exit code
+
 
 def train(run: RunConfig, workdir_path: str) -> int:
     """Trains to `run.steps`; returns the exit code."""
@@ -91,6 +93,7 @@ def _steps(
         with interrupts.deferred():
             metrics = {**prepared.metrics, **trainer.update(prepared)}
             position.step += 1
+            stops = run.phase == 'rl' and trainer.judge(metrics)
             metrics['data/skipped_overlong'] = position.skipped_overlong
             metrics.update(_speed(trainer, metrics, time.perf_counter() - began))
             console.row(position.step, metrics)
@@ -103,8 +106,12 @@ def _steps(
             if compiles.late:
                 console.warn(f'compiled after warm-up: {", ".join(compiles.late)}')
                 compiles.late.clear()
-            if position.step % run.checkpoint.every_steps == 0 or position.step == run.steps:
+            if position.step % run.checkpoint.every_steps == 0 or position.step == run.steps or stops:
                 trainer.save(checkpoints)
+        if stops:
+            checkpoints.wait()
+            console.message('the same command goes on from here; guard.action says what a guard does')
+            return STOPPED_BY_GUARD
     checkpoints.wait()
     _finish(console, workdir, first_accuracy, last_accuracy)
     return 0

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from sparrow_jax import guards
 from sparrow_jax.assembly import Parts
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError
@@ -35,6 +36,7 @@ from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
 from sparrow_jax.sparsity.controller import Controller
+from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 from sparrow_jax.tasks.problems import Problem, load_problems
 from sparrow_jax.tasks.prompts import take_prompts
 from sparrow_jax.tasks.verifiers import Verifier
@@ -100,13 +102,14 @@ class Trainer:
         self.train_set = load_problems(self.run.data, 'train')
         self.held_out = load_problems(self.run.data, 'held_out')
         self.held_out_prompts: HeldOut  # set by `check_data`, where the run evaluates
-        self.engine = parts.engine(adapts=self.run.phase == 'rl')
+        self.engine = parts.engine(trains=self.run.phase == 'rl')
         self.controller = self.engine.start_controller() if self.engine.probing else None
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
         self.check_data()
         self.key = jax.random.key(self.run.seed)
         self.position = Position()
+        self.guard = guards.History()
         self.state: LearnerState  # set by `start`
         self.reference: nnx.State | None = None
         self.timings: dict[str, float] = {}
@@ -130,10 +133,16 @@ class Trainer:
         self.position = Position(**facts['position'])
         if self.controller is not None:
             self.controller = controllers.from_facts(facts['controller'], self.controller)
+        self.guard = guards.History(**facts.get('guard', {}))
+        self.widen_schedule(self.guard.widened)
         return step
 
     def save(self, checkpoints: Checkpoints) -> None:
-        facts = {'position': dataclasses.asdict(self.position), 'data': self.train_set.fingerprint}
+        facts = {
+            'position': dataclasses.asdict(self.position),
+            'data': self.train_set.fingerprint,
+            'guard': self.guard.to_facts(),
+        }
         if self.controller is not None:
             facts['controller'] = controllers.to_facts(self.controller)
         checkpoints.save(self.position.step, self.state, facts)
@@ -148,6 +157,8 @@ class Trainer:
             self.advantages(np.zeros((run.rollout.prompts_per_step, run.rollout.samples_per_prompt), np.float32))
             keep_hidden = {self.measured(step) for step in range(1, run.steps + 1)}
             samplings |= {self.sampling(keep) for keep in keep_hidden}
+            if run.guard.action == 'dense':
+                samplings |= {dataclasses.replace(sampling, sparse=False) for sampling in list(samplings)}
             if run.mismatch.floor_every_steps:
                 samplings.add(self.floor_sampling())
                 keep_hidden.add(True)
@@ -180,7 +191,7 @@ class Trainer:
         return every >= 0 and (step in (0, self.run.steps) or (every > 0 and step % every == 0))
 
     def sampling(self, keep_hidden: bool) -> Sampling:
-        return Sampling(self.run.rollout.temperature, keep_hidden=keep_hidden)
+        return Sampling(self.run.rollout.temperature, sparse=not self.guard.dense, keep_hidden=keep_hidden)
 
     def floor_sampling(self) -> Sampling:
         return Sampling(self.run.rollout.temperature, sparse=False, keep_hidden=True)
@@ -199,6 +210,7 @@ class Trainer:
         step = self.position.step + 1
         problems, prompts = self.next_prompts()
         weights = self.engine.weights(self.state.params)
+        parks = self.engine.parks
         responses, requests, adapted = self.sample(step, weights, prompts)
         repeated = [p for p in problems for _ in range(self.run.rollout.samples_per_prompt)]
         completions = [self.parts.encoder.decode(r.tokens) for r in responses]
@@ -215,8 +227,9 @@ class Trainer:
             'critic/groups_with_signal': float((rewards.std(axis=1) > 0).mean()),
             **length_metrics(prompt_tokens, responses),
             **entropy_metric(scored),
-            **read_metrics(self.parts.schedule, self.parts.shape.layers, prompt_tokens, responses),
+            **read_metrics(self.schedule_in_force(), self.parts.shape.layers, prompt_tokens, responses),
             'sparse/pallas_kernels': float(self.engine.kernels.platform is not None),
+            'rollout/parked': float(self.engine.parks - parks),
         }
         if adapted is not None:
             metrics.update(self.adaptation(adapted, prompt_tokens, responses))
@@ -301,7 +314,7 @@ class Trainer:
             'on_progress': self.show_progress('sampling'),
         }
         with self.timed('gen', 'sampling'):
-            if self.controller is None:
+            if self.controller is None or self.guard.dense:
                 return self.engine.generate(weights, requests, **how), requests, None
             responses, adapted = self.engine.generate_adaptively(weights, requests, self.controller, **how)
         return responses, requests, adapted
@@ -362,7 +375,7 @@ class Trainer:
     def update(self, prepared: Prepared) -> dict[str, float]:
         """The step's optimizer updates; metrics are means over them. Not to be interrupted: the old state is gone."""
         collected: list[dict[str, float]] = []
-        self.controller = prepared.controller
+        self.controller = prepared.controller or self.controller
         with self.timed('update_actor', 'learning'):
             for update in prepared.updates:
                 tokens = sum(batch.response_tokens for batch in update)
@@ -401,6 +414,36 @@ class Trainer:
             f'{metrics["val/response_length/mean"]:.0f} tokens) after step {self.position.step}'
         )
         return metrics
+
+    def judge(self, metrics: dict[str, float]) -> bool:
+        """Lets the guard act on a finished step, and says so; whether the run should stop."""
+        action = self.run.guard.action
+        reason = guards.judge(self.run.guard, self.guard, metrics) if action != 'none' else None
+        metrics['guard/acted'] = float(reason is not None)
+        if reason is None:
+            return False
+        if action == 'widen':
+            self.guard.widened += 1
+            self.widen_schedule(1)
+            if self.controller is not None:
+                self.controller = self.engine.widened(self.controller)
+            self.console.warn(f'{reason}: all budgets are doubled')
+        elif action == 'dense':
+            self.guard.dense = True
+            self.console.warn(f'{reason}: the sampler is dense from here on')
+        else:
+            self.console.warn(f'{reason}: stopping after step {self.position.step}')
+        return action == 'stop'
+
+    def schedule_in_force(self) -> Schedule:
+        return dataclasses.replace(self.engine.schedule, kind='dense') if self.guard.dense else self.engine.schedule
+
+    def widen_schedule(self, times: int) -> None:
+        """Doubles the budgets of a schedule that is not adaptive so many times."""
+        if times and self.controller is None:
+            schedule = self.engine.schedule
+            wider = tuple(min(pages << times, EVERY_PAGE) for pages in schedule.budget_pages)
+            self.engine.schedule = dataclasses.replace(schedule, budget_pages=wider)
 
     # ------------------------------------------------------------------ what is seen
 

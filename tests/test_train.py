@@ -19,7 +19,7 @@ from tiny_run import (
 from sparrow_jax import commands, trainer
 from sparrow_jax.config import ConfigError
 from sparrow_jax.metrics import read_rows
-from sparrow_jax.train import train
+from sparrow_jax.train import STOPPED_BY_GUARD, train
 
 pytestmark = pytest.mark.slow
 
@@ -212,6 +212,44 @@ def test_an_adaptive_run_moves_its_budgets_and_resumes_exactly(runs):
     assert [row['compile/count'] for row in rows] == [0] * 4
     runs.train('adaptive_resumed', changes | {'steps': 2})
     assert_same_run(runs.train('adaptive_resumed', changes | {'steps': 4}), whole)
+
+
+GUARDED = {'guard.window_steps': 2, 'guard.least_p05': 0.999999, 'steps': 6}
+
+
+@pytest.mark.parametrize('kind', ['fixed', 'adaptive'])
+def test_a_guard_widens_every_budget(runs, kind, capsys):
+    changes = GUARDED | {'guard.action': 'widen', 'schedule.kind': kind, 'controller.probes': 1}
+    rows = rows_of(runs.train(f'widened_{kind}', changes))[1:]
+    assert [row['guard/acted'] for row in rows] == [0, 1, 0, 1, 0, 1]
+    read = [row['sparse/pages_read/mean'] for row in rows]
+    assert max(read[:2]) < min(read[2:4]) < min(read[4:])
+    assert 'all budgets are doubled' in capsys.readouterr().out
+    assert [row['compile/count'] for row in rows] == [0] * 6
+
+
+def test_a_guard_makes_the_sampler_dense_also_after_a_resume(runs, capsys):
+    changes = GUARDED | {'guard.action': 'dense', 'mismatch.every_steps': 2}
+    whole = runs.train('made_dense', changes)
+    rows = rows_of(whole)[1:]
+    read = [row['sparse/kv_read_fraction'] for row in rows]
+    acted = next(i for i, row in enumerate(rows) if row['guard/acted'])
+    assert 0 < acted < 5
+    assert max(read[: acted + 1]) < 1
+    assert read[acted + 1 :] == [1.0] * (5 - acted)
+    assert 'the sampler is dense from here on' in capsys.readouterr().out
+    assert [row['compile/count'] for row in rows] == [0] * 6
+    runs.train('made_dense_resumed', changes | {'steps': acted + 1})
+    assert_same_run(runs.train('made_dense_resumed', changes), whole)
+
+
+def test_a_guard_stops_the_run_with_a_checkpoint_from_which_it_can_go_on(runs, capsys):
+    changes = GUARDED | {'guard.action': 'stop', 'checkpoint.every_steps': 4}
+    workdir = runs.train('stopped', changes, expected_code=STOPPED_BY_GUARD)
+    assert newest_checkpoint(workdir)[0] == 2
+    assert 'stopping after step 2' in capsys.readouterr().out
+    runs.train('stopped', changes, expected_code=STOPPED_BY_GUARD)
+    assert [row['step'] for row in rows_of(workdir)] == [0, 1, 2, 3, 4]
 
 
 def test_packing_changes_nothing_but_rounding(runs, whole):

@@ -62,16 +62,19 @@ class SamplerStatics:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Prompts:
-    """Prompts to encode, one a row. A row whose slot is the number of slots is padding (never -1: that would wrap)."""
+    """Prompts to encode, one a row, each for up to F samples, which share the pages that it fills.
+
+    A sample whose slot is the number of slots is padding (never -1: that would wrap).
+    """
 
     tokens_RT: jax.Array  # int32, padded at the end
     length_R: jax.Array  # int32
-    slot_R: jax.Array  # int32 slot that takes the sequence
-    table_RN: jax.Array  # int32 pages given to it
+    slot_RF: jax.Array  # int32 slot that takes the sample
+    table_RFN: jax.Array  # int32 pages given to it
     # int32 pages of its dense cache where the slot is a probe; a number that no page has where it is none
-    probe_table_RN: jax.Array
-    limit_R: jax.Array  # int32 most response tokens
-    key_R2: jax.Array  # uint32 key data of the sample
+    probe_table_RFN: jax.Array
+    limit_RF: jax.Array  # int32 most response tokens
+    key_RF2: jax.Array  # uint32 key data of the sample
 
 
 @jax.tree_util.register_dataclass
@@ -93,41 +96,47 @@ def prefill(
     prompts: Prompts,
     values: SamplingValues,
 ) -> tuple[Cache, Slots]:
-    """Encodes prompts densely into their slots' pages and draws each first response token."""
+    """Encodes prompts densely into their samples' pages and draws the first token of each response."""
     R, T = prompts.tokens_RT.shape
     cache = Cache(list(cache.pages), list(cache.landmarks))
     decoder = nnx.merge(graphdef, params)
     positions_RT = jnp.broadcast_to(jnp.arange(T), (R, T))
-    attend = _prefill_attend(cache, prompts, slots.probe_length_P.shape[0] > 0, statics)
+    attend = _prefill_attend(cache, prompts, statics)
     hidden_RTD = decoder.hidden(prompts.tokens_RT, positions_RT, attend)
     last_R = jnp.maximum(prompts.length_R - 1, 0)
     hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
-    first_R = jnp.zeros(R, jnp.int32)
+    # From here on a row is a sample, Q = R F.
+    F = prompts.slot_RF.shape[1]
+    slot_Q, limit_Q = prompts.slot_RF.reshape(-1), prompts.limit_RF.reshape(-1)
+    key_Q2, length_Q = prompts.key_RF2.reshape(-1, 2), jnp.repeat(prompts.length_R, F)
+    tables = [table.reshape(slot_Q.size, -1) for table in (prompts.table_RFN, prompts.probe_table_RFN)]
+    hidden_QD, logits_QV = (jnp.repeat(x, F, axis=0) for x in (hidden_RD, decoder.logits(hidden_RD)))
+    first_Q = jnp.zeros(slot_Q.size, jnp.int32)
     top_p = values.top_p if statics.truncate else None
-    token_R, logp_R = draw(decoder.logits(hidden_RD), prompts.key_R2, first_R, values.temperature, top_p)
-    ended_R = _is_end(token_R, statics.end_ids)
+    token_Q, logp_Q = draw(logits_QV, key_Q2, first_Q, values.temperature, top_p)
+    ended_Q = _is_end(token_Q, statics.end_ids)
 
     def put(array: jax.Array, value: jax.Array) -> jax.Array:
-        return array.at[prompts.slot_R].set(value, mode='drop')
+        return array.at[slot_Q].set(value, mode='drop')
 
     def put_first(array: jax.Array, value: jax.Array) -> jax.Array:
-        return array.at[prompts.slot_R, 0].set(value, mode='drop')
+        return array.at[slot_Q, 0].set(value, mode='drop')
 
     slots = Slots(
-        table_BN=put(slots.table_BN, prompts.table_RN),
-        length_B=put(slots.length_B, prompts.length_R),
-        token_B=put(slots.token_B, token_R),
-        count_B=put(slots.count_B, first_R + 1),
-        limit_B=put(slots.limit_B, prompts.limit_R),
-        active_B=put(slots.active_B, ~ended_R & (prompts.limit_R > 1)),
-        stopped_B=put(slots.stopped_B, ended_R),
-        key_B2=put(slots.key_B2, prompts.key_R2),
-        tokens_BT=put_first(slots.tokens_BT, token_R),
-        logp_BT=put_first(slots.logp_BT, logp_R),
-        pages_read_BT=put_first(slots.pages_read_BT, first_R),
-        hidden_BTD=put_first(slots.hidden_BTD, hidden_RD) if slots.hidden_BTD.shape[2] else slots.hidden_BTD,
-        probe_table_PN=put(slots.probe_table_PN, prompts.probe_table_RN),
-        probe_length_P=put(slots.probe_length_P, prompts.length_R),
+        table_BN=put(slots.table_BN, tables[0]),
+        length_B=put(slots.length_B, length_Q),
+        token_B=put(slots.token_B, token_Q),
+        count_B=put(slots.count_B, first_Q + 1),
+        limit_B=put(slots.limit_B, limit_Q),
+        active_B=put(slots.active_B, ~ended_Q & (limit_Q > 1)),
+        stopped_B=put(slots.stopped_B, ended_Q),
+        key_B2=put(slots.key_B2, key_Q2),
+        tokens_BT=put_first(slots.tokens_BT, token_Q),
+        logp_BT=put_first(slots.logp_BT, logp_Q),
+        pages_read_BT=put_first(slots.pages_read_BT, first_Q),
+        hidden_BTD=put_first(slots.hidden_BTD, hidden_QD) if slots.hidden_BTD.shape[2] else slots.hidden_BTD,
+        probe_table_PN=put(slots.probe_table_PN, tables[1]),
+        probe_length_P=put(slots.probe_length_P, length_Q),
         probe_hidden_PTD=slots.probe_hidden_PTD,
     )
     return cache, slots
@@ -234,36 +243,36 @@ def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, activ
     return attend
 
 
-def _prefill_attend(cache: Cache, prompts: Prompts, probes: bool, statics: SamplerStatics) -> Attend:
+def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> Attend:
     """Attends densely within the prompts and writes their pages and landmarks whole.
 
-    A probe shares the pages that its prompt fills; of the last, partly filled one it gets a copy of its own.
+    The pages that a prompt fills are written once. Every sample, and every probe's dense cache, gets a copy of the last
+    one where it is partly filled, and every sample the landmarks.
     """
     R, T = prompts.tokens_RT.shape
     C = statics.page_tokens
-    pages = T // C
-    slots = cache.landmarks[0].shape[0]
-    taken_RN = jnp.arange(pages) * C < prompts.length_R[:, None]
-    taken_RN &= (prompts.slot_R < slots)[:, None]
-    last_R = prompts.length_R // C
-    copy_R = jnp.take_along_axis(prompts.probe_table_RN, last_R[:, None], axis=1)[:, 0]
-    has_copy_R = (prompts.length_R % C > 0) & (prompts.slot_R < slots)
-    last_R = jnp.minimum(last_R, pages - 1)
+    pages, slots = T // C, cache.landmarks[0].shape[0]
+    filled_R = prompts.length_R // C
+    exists_RF = prompts.slot_RF < slots
+    shared_RN = exists_RF[:, :1] & (jnp.arange(pages) < filled_R[:, None])
+    tables_RfN = jnp.concatenate([prompts.table_RFN, prompts.probe_table_RFN], axis=1)
+    last_R = jnp.minimum(filled_R, pages - 1)
+    copies_Rf = jnp.take_along_axis(tables_RfN, last_R[:, None, None], axis=2)[..., 0]
+    copied_Rf = jnp.tile(exists_RF, 2) & (prompts.length_R % C > 0)[:, None]
     dense = causal_attend(None, statics.prefill_attention)
 
     def attend(layer: int, q_RTHA: jax.Array, k_RTKA: jax.Array, v_RTKA: jax.Array) -> jax.Array:
         pool_KPCE, landmark_BKNW = cache.pages[layer], cache.landmarks[layer]
-        K, P, _, E = pool_KPCE.shape
+        K, P, _, E = pool_KPCE.shape  # P is out of range: dropped
         kv_RTKE = jnp.concatenate([k_RTKA, v_RTKA], axis=-1).astype(pool_KPCE.dtype)
         kv_KRNCE = kv_RTKE.reshape(R, pages, C, K, E).transpose(3, 0, 1, 2, 4)
-        target_RN = jnp.where(taken_RN, prompts.table_RN[:, :pages], P)  # out of range: dropped
+        target_RN = jnp.where(shared_RN, prompts.table_RFN[:, 0, :pages], P)
         pool_KPCE = pool_KPCE.at[:, target_RN].set(kv_KRNCE, mode='drop')
-        if probes:
-            last_KRCE = kv_KRNCE[:, jnp.arange(R), last_R]
-            pool_KPCE = pool_KPCE.at[:, jnp.where(has_copy_R, copy_R, P)].set(last_KRCE, mode='drop')
-        cache.pages[layer] = pool_KPCE
+        last_KR1CE = kv_KRNCE[:, jnp.arange(R), last_R][:, :, None]
+        cache.pages[layer] = pool_KPCE.at[:, jnp.where(copied_Rf, copies_Rf, P)].set(last_KR1CE, mode='drop')
         filled_RKNW = statics.policy.landmark(kv_KRNCE[..., : E // 2]).swapaxes(0, 1).astype(landmark_BKNW.dtype)
-        cache.landmarks[layer] = landmark_BKNW.at[prompts.slot_R, :, :pages].set(filled_RKNW, mode='drop')
+        filled_R1KNW = filled_RKNW[:, None]
+        cache.landmarks[layer] = landmark_BKNW.at[prompts.slot_RF, :, :pages].set(filled_R1KNW, mode='drop')
         return dense(layer, q_RTHA, k_RTKA, v_RTKA)
 
     return attend

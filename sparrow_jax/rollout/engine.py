@@ -2,18 +2,20 @@
 
 Requests come from the training loop, evaluation or `generate`. Loop: give waiting requests free slots and pages, encode
 them (prefill), run one jitted decode segment over all slots, take out what has finished. Responses go back in the order
-of the requests.
+of the requests. Samples of one prompt that follow each other and are admitted together are encoded once and share the
+pages that the prompt fills.
 
-A request is admitted when a shard has a free slot and pages for its prompt and its longest response, so a sequence
-never runs out of pages half-way. Each data shard has its own slots and its own pool. Under an adaptive schedule some
-slots are probes (`rollout.probes`), measured after every segment.
+A request begins when a shard has a free slot and pages for its prompt and a segment; sequences get further pages as
+they grow. Where they are missing, the youngest leaves for host memory and comes back later (`rollout.scheduler`,
+`rollout.offload`). Each data shard has its own slots and its own pool. Under an adaptive schedule some slots are probes
+(`rollout.probes`), measured after every segment.
 """
 
 import dataclasses
 import functools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,11 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
 from sparrow_jax.rollout.decode import Prompts, SamplerStatics, SamplingValues, decode_segment, prefill
+from sparrow_jax.rollout.offload import Offload, Parked
 from sparrow_jax.rollout.pool import Pool, Request, Row
 from sparrow_jax.rollout.probes import measure
 from sparrow_jax.rollout.sampling import sample_keys
+from sparrow_jax.rollout.scheduler import Layout, Scheduler
 from sparrow_jax.sparsity import controller as controllers
 from sparrow_jax.sparsity.controller import Control, Controller, Tail
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
@@ -125,12 +129,14 @@ class Engine:
         end_ids: tokens that end a response.
         compute_dtype: dtype of cache and activations.
         probing: of an adaptive schedule; None for the others.
+        may_widen: whether `schedule` may later be replaced by one with larger budgets.
 
     Raises:
         ConfigError: slots that do not split over the data shards or are all probes, kernels that do not take such a
             cache.
 
     Attributes:
+        parks: sequences that have left for host memory so far.
         kernels, why_kernels: what runs the attention of decode steps, and the reason for it.
     """
 
@@ -144,6 +150,7 @@ class Engine:
         end_ids: Sequence[int],
         compute_dtype: str,
         probing: Probing | None = None,
+        may_widen: bool = False,
     ):
         self.shards = meshes.batch_shards(mesh)
         if rollout.slots % self.shards:
@@ -160,13 +167,17 @@ class Engine:
         self.pages_per_sequence = rollout.pages_per_sequence
         self.pool_pages = rollout.pool_pages or (self.slots_per_shard + self.probes) * self.pages_per_sequence
         self.rows_per_shard = -(-rollout.prefill_rows // self.shards)
+        self.samples_per_row = min(rollout.samples_per_prompt, self.slots_per_shard)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
+        # Fewer pages than all slots could fill: sequences may have to leave for a while.
+        self.may_park = self.pool_pages < (self.slots_per_shard + self.probes) * self.pages_per_sequence
+        self.parks = 0
         self.kernels, self.why_kernels = self._kernels()
         _, why_selection = schedule.policy.implementation(self.kernels)
         self.why_kernels += f'; {why_selection}' if why_selection else ''
         self._statics = SamplerStatics(
             page_tokens=rollout.page_tokens,
-            max_pages=schedule.most_pages(self.pages_per_sequence),
+            max_pages=self.pages_per_sequence if may_widen else schedule.most_pages(self.pages_per_sequence),
             reserved_first=schedule.reserved_first,
             reserved_last=schedule.reserved_last,
             bin_width_tokens=schedule.bin_width_tokens,
@@ -177,7 +188,7 @@ class Engine:
             kernels=self.kernels,
             truncate=False,
         )
-        self._functions: dict[tuple, Callable] = {}
+        self._functions: dict[tuple, Any] = {}
         self._keys = jax.jit(sample_keys)
 
     def weights(self, params: nnx.State) -> nnx.State:
@@ -214,12 +225,14 @@ class Engine:
             if sampling.keep_hidden:
                 self._row(slots.hidden_BTD, 0)
             if self.probing and sampling.sparse:
-                controller = self._renew()(self.start_controller())
+                controller = self._renew()(self.widened(self.start_controller()))
                 cache, slots, controller = self._measure(sampling)(
                     weights, cache, slots, controller, values.temperature
                 )
                 self._budgets()(controller)
                 self._tail()(controller)
+            if self.may_park:
+                cache, slots = self._offload().warm_up(cache, slots)
             jax.block_until_ready(slots.active_B)
         self._request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
 
@@ -276,6 +289,12 @@ class Engine:
             controllers.start(self.schedule.budgets(), self.probes * self.shards), NamedSharding(self.mesh, WHOLE)
         )
 
+    def widened(self, controller: Controller) -> Controller:
+        """With every budget doubled, as far as that goes."""
+        most_Z = self.most_budgets()
+        build = lambda: self._whole(lambda state: controllers.widen(state, most_Z))
+        return self._compiled(('widened',), build)(controller)
+
     def most_budgets(self) -> np.ndarray:
         """int32 [bins]: the largest budget of each length bin, pages."""
         assert self.probing
@@ -305,15 +324,24 @@ class Engine:
         run_prefill, run_segment = self._prefill(sampling), self._segment(sampling)
         cache, slots = self._fresh(sampling.keep_hidden)()
         keys = self._request_keys(requests, run_key, step)
-        waiting = deque(range(len(requests)))
-        pool = Pool(self.shards, self.slots_per_shard, self.pool_pages, 0 if controller is None else self.probes)
+        scheduler = Scheduler(requests, keys, self._layout(probes=self.probes if controller is not None else 0))
+        parked: dict[int, Parked] = {}
         responses: dict[int, Response] = {}
         streamed: dict[int, int] = {}
-        while waiting or pool.running:
-            for rows in self._admissions(waiting, requests, keys, pool):
-                longest = max(len(row.request.prompt_ids) for shard in rows for row in shard)
+        while scheduler.busy:
+            for row in scheduler.make_room():
+                place = row.slot, scheduler.probe_of(row.slot), *scheduler.filled_pages(row)
+                slots, parked[row.index] = self._offload().park(cache, slots, *place)
+            for old, row in scheduler.come_back():
+                place = row.slot, scheduler.probe_of(row.slot), *scheduler.filled_pages(row)
+                cache, slots = self._offload().restore(cache, slots, parked.pop(old.index), *place)
+            for groups in scheduler.begin():
+                longest = max(len(rows[0].request.prompt_ids) for shard in groups for rows in shard)
                 length = next(n for n in self.prefill_lengths if n >= longest)
-                cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(rows, length), values)
+                cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(groups, length), values)
+            if scheduler.tables_changed:
+                slots = self._set_tables(slots, scheduler.table_BN, scheduler.probe_table_PN)
+                scheduler.tables_changed = False
             cache, slots = run_segment(weights, cache, slots, values)
             if controller is not None:
                 jax.block_until_ready(slots.active_B)
@@ -327,20 +355,47 @@ class Engine:
             count_B = np.asarray(slots.count_B)
             if on_tokens:
                 tokens_BT = np.asarray(slots.tokens_BT)
-                for slot, row in pool.running.items():
+                for slot, row in scheduler.pool.running.items():
                     on_tokens(row.index, tokens_BT[slot, streamed.get(row.index, 0) : count_B[slot]])
                     streamed[row.index] = int(count_B[slot])
-            responses |= self._harvest(slots, pool)
+            scheduler.advance(count_B)
+            responses |= self._harvest(slots, scheduler.pool)
             if on_progress:
                 tokens = sum(len(response.tokens) for response in responses.values())
-                tokens += sum(int(count_B[slot]) for slot in pool.running)
+                tokens += sum(int(count_B[slot]) for slot in scheduler.pool.running)
                 on_progress(Progress(len(responses), len(requests), tokens))
+        self.parks += scheduler.parks
         found = [responses[i] for i in range(len(requests))]
         if controller is None:
             return found, None
         moves = int(np.asarray(controller.moves_Z).sum() - moves)
         tail = jax.device_get(self._tail()(controller))
         return found, Adapted(controller, np.asarray(values.budget_bins), tail, moves, probe_s)
+
+    def _layout(self, probes: int) -> Layout:
+        return Layout(
+            shards=self.shards,
+            slots=self.slots_per_shard,
+            pages=self.pool_pages,
+            probes=probes,
+            page_tokens=self.rollout.page_tokens,
+            pages_per_sequence=self.pages_per_sequence,
+            segment_steps=self.rollout.segment_steps,
+            rows=self.rows_per_shard,
+            samples=self.samples_per_row,
+        )
+
+    def _offload(self) -> Offload:
+        build = lambda: Offload(self._shardings(), NamedSharding(self.mesh, WHOLE))
+        return self._compiled(('offload',), build)
+
+    def _set_tables(self, slots: Slots, table_BN: np.ndarray, probe_table_PN: np.ndarray) -> Slots:
+        sharding = NamedSharding(self.mesh, SHARDED)
+        table_BN, probe_table_PN = table_BN.copy(), probe_table_PN.copy()  # the device may read them where they lie
+        if len(probe_table_PN) < self.probes * self.shards:  # nothing is probed in this call
+            return dataclasses.replace(slots, table_BN=jax.device_put(table_BN, sharding))
+        tables = jax.device_put((table_BN, probe_table_PN), sharding)
+        return dataclasses.replace(slots, table_BN=tables[0], probe_table_PN=tables[1])
 
     def _kernels(self) -> tuple[Implementation, str]:
         group = self.shape.query_heads // self.shape.kv_heads
@@ -450,7 +505,7 @@ class Engine:
         more = [NamedSharding(self.mesh, spec) for spec in more_out]
         return jax.jit(mapped, donate_argnums=(1, 2), out_shardings=(*self._shardings(), *more))
 
-    def _compiled(self, key: tuple, build: Callable[[], Callable]) -> Callable:
+    def _compiled(self, key: tuple, build: Callable[[], Any]) -> Any:
         if key not in self._functions:
             self._functions[key] = build()
         return self._functions[key]
@@ -474,7 +529,7 @@ class Engine:
                 raise ConfigError(
                     f'rollout.max_response_tokens={longest}: a request asks for {limit}, not 1 to so many'
                 )
-            pages = self._pages(request)
+            pages = -(-(prompt + limit) // self.rollout.page_tokens)
             if pages > self.pool_pages:  # it would wait for ever
                 raise ConfigError(
                     f'rollout.pool_pages={self.pool_pages}: one request needs {pages} pages; set it to at least '
@@ -496,30 +551,6 @@ class Engine:
         blocks = [self._keys(run_key, step, block[:, 0], block[:, 1]) for block in padded.reshape(-1, KEY_BLOCK, 2)]
         return np.concatenate([np.zeros((0, 2), np.uint32), *map(np.asarray, blocks)])[: len(numbers)]
 
-    def _pages(self, request: Request) -> int:
-        """Pages that the request's prompt and longest response fill."""
-        return -(-(len(request.prompt_ids) + request.limit_tokens) // self.rollout.page_tokens)
-
-    def _admissions(
-        self, waiting: deque[int], requests: Sequence[Request], keys: np.ndarray, pool: Pool
-    ) -> Iterator[list[list[Row]]]:
-        """Yields batches of admitted rows, one list a shard, in the order of the requests, until one has to wait."""
-        while waiting:
-            rows: list[list[Row]] = [[] for _ in range(self.shards)]
-            while waiting:
-                request = requests[waiting[0]]
-                open_shards = [shard for shard in range(self.shards) if len(rows[shard]) < self.rows_per_shard]
-                pages = self._pages(request)
-                probe_pages = pages - len(request.prompt_ids) // self.rollout.page_tokens
-                row = pool.admit(waiting[0], request, keys[waiting[0]], pages, probe_pages, open_shards)
-                if row is None:
-                    break
-                waiting.popleft()
-                rows[row.slot // self.slots_per_shard].append(row)
-            if not any(rows):
-                return
-            yield rows
-
     def _harvest(self, slots: Slots, pool: Pool) -> dict[int, Response]:
         """The responses of the slots that have finished, by request index; gives slots and pages back."""
         active_B = np.asarray(slots.active_B)
@@ -540,27 +571,30 @@ class Engine:
             )
         return responses
 
-    def _prompt_arrays(self, rows: list[list[Row]], length: int) -> Prompts:
-        R, N = self.rows_per_shard * self.shards, self.pages_per_sequence
+    def _prompt_arrays(self, groups: list[list[list[Row]]], length: int) -> Prompts:
+        """One row a prompt, the groups of each shard in its own rows."""
+        R, F, N = self.rows_per_shard * self.shards, self.samples_per_row, self.pages_per_sequence
         tokens_RT, length_R = np.zeros((R, length), np.int32), np.ones(R, np.int32)
-        slot_R = np.full(R, self.slots_per_shard, np.int32)  # padding
-        probe_table_RN = np.full((R, N), self.pool_pages, np.int32)
-        table_RN, limit_R, key_R2 = np.zeros((R, N), np.int32), np.ones(R, np.int32), np.zeros((R, 2), np.uint32)
-        for shard, shard_rows in enumerate(rows):
-            for i, row in enumerate(shard_rows, start=shard * self.rows_per_shard):
-                ids = row.request.prompt_ids
+        slot_RF = np.full((R, F), self.slots_per_shard, np.int32)  # padding
+        table_RFN, probe_table_RFN = np.zeros((R, F, N), np.int32), np.full((R, F, N), self.pool_pages, np.int32)
+        limit_RF, key_RF2 = np.ones((R, F), np.int32), np.zeros((R, F, 2), np.uint32)
+        for shard, shard_groups in enumerate(groups):
+            for i, rows in enumerate(shard_groups, start=shard * self.rows_per_shard):
+                ids = rows[0].request.prompt_ids
                 tokens_RT[i, : len(ids)] = ids
                 length_R[i] = len(ids)
-                slot_R[i] = row.slot % self.slots_per_shard
-                table_RN[i, : len(row.pages)] = row.pages
-                if row.probe_pages:
-                    table = row.pages[: len(ids) // self.rollout.page_tokens] + row.probe_pages
-                    probe_table_RN[i] = 0
-                    probe_table_RN[i, : len(table)] = table
-                limit_R[i] = row.request.limit_tokens
-                key_R2[i] = row.key
+                for j, row in enumerate(rows):
+                    slot_RF[i, j] = row.slot % self.slots_per_shard
+                    table = row.prefix.pages + row.pages
+                    table_RFN[i, j, : len(table)] = table
+                    if row.probe_pages:
+                        probe_table_RFN[i, j] = 0
+                        probe_table_RFN[i, j, : len(table)] = row.prefix.pages + row.probe_pages
+                    limit_RF[i, j] = row.request.limit_tokens
+                    key_RF2[i, j] = row.key
         arrays = jax.device_put(
-            (tokens_RT, length_R, slot_R, table_RN, probe_table_RN, limit_R, key_R2), NamedSharding(self.mesh, SHARDED)
+            (tokens_RT, length_R, slot_RF, table_RFN, probe_table_RFN, limit_RF, key_RF2),
+            NamedSharding(self.mesh, SHARDED),
         )
         return Prompts(*arrays)
 

@@ -111,6 +111,13 @@ def renew(controller: Controller, control: Control) -> Controller:
     return dataclasses.replace(controller, counts=_emptied(controller.counts, known_Z))
 
 
+def widen(controller: Controller, most_Z: np.ndarray) -> Controller:
+    """Every budget doubled, to at most `most_Z` pages; all bins are measured anew."""
+    budget_Z = jnp.minimum(2 * controller.budget_Z, jnp.asarray(most_Z, jnp.float32))
+    everything = jnp.ones(budget_Z.shape, bool)
+    return Controller(budget_Z, controller.moves_Z + 1, _emptied(controller.counts, everything))
+
+
 def to_facts(controller: Controller) -> dict[str, Any]:
     """As JSON, exactly. No sequence may be open."""
     closed = {f.name: getattr(controller.counts, f.name) for f in _closed_fields()}

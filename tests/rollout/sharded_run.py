@@ -5,10 +5,11 @@ import json
 import sys
 
 import jax
-from sampler_setup import MIXED, Sampler, make_model, make_requests
+from sampler_setup import BIN_WIDTH, MIXED, Sampler, make_model, make_requests
 
 from sparrow_jax.metrics import CompileCounter
-from sparrow_jax.rollout.engine import Sampling
+from sparrow_jax.rollout.engine import Probing, Sampling
+from sparrow_jax.sparsity.controller import Control
 
 REQUESTS = make_requests((24, 5, 16, 9), samples=8)
 MESHES = {'data': (4, 1, 1), 'tensor': (1, 1, 4)}  # (data, fsdp, tensor)
@@ -33,5 +34,26 @@ def run(mesh: tuple[int, int, int]) -> dict:
     }
 
 
+def run_adaptively(mesh: tuple[int, int, int]) -> dict:
+    """With a probe on every shard, and budgets that do not move."""
+    control = Control(target=0.9, bin_width_tokens=BIN_WIDTH, min_count=10**9, urgent_count=10**9)
+    sampler = Sampler(make_model(), MIXED, mesh=mesh, slots=8, probing=Probing(control, probes=1))
+    engine, settings = sampler.engine, {'run_key': jax.random.key(5), 'step': 3, 'sampling': Sampling(1.0)}
+    with CompileCounter() as counter:
+        engine.warm_up(sampler.weights, [Sampling(1.0)])
+        controller = engine.start_controller()
+        counter.warmed_up()
+        responses, adapted = engine.generate_adaptively(sampler.weights, REQUESTS, controller, **settings)
+    histogram = adapted.controller.counts.histogram_ZX
+    return {
+        'late': counter.late,
+        'tokens': [response.tokens.tolist() for response in responses],
+        'sequences': adapted.controller.counts.sequences_Z.tolist(),
+        'measured': adapted.tail.tokens_Z.tolist(),
+        'copies': [shard.data.tolist() for shard in histogram.addressable_shards],
+    }
+
+
 if __name__ == '__main__':
-    json.dump({name: run(mesh) for name, mesh in MESHES.items()}, sys.stdout)
+    results = {name: run(mesh) for name, mesh in MESHES.items()}
+    json.dump(results | {'adaptive': run_adaptively(MESHES['data'])}, sys.stdout)

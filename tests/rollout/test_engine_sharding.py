@@ -59,3 +59,15 @@ def test_responses_are_the_same_whatever_the_sharding(sharded, sampler, mesh):
     assert_same(responses, sampler(REQUESTS, budgets=MIXED))
     longer = [tuple(response.tokens.tolist()) for response in responses if len(response.tokens) > 3]
     assert len(set(longer)) == len(longer) > 16
+
+
+def test_every_shard_counts_the_probes_of_all(sharded, sampler):
+    """Four probes at a time, one a shard; the controller is whole on every device, and changes no token."""
+    found = sharded['adaptive']
+    assert found['late'] == []
+    assert len(found['copies']) == 4
+    assert all(copy == found['copies'][0] for copy in found['copies'])
+    assert [sum(row) for row in found['copies'][0]] == found['measured']
+    assert max(found['sequences']) >= 4
+    expected = [response.tokens.tolist() for response in sampler(REQUESTS, budgets=MIXED)]
+    assert found['tokens'] == expected

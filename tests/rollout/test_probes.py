@@ -11,10 +11,11 @@ from flax import nnx
 from sampler_setup import ALL, BIN_WIDTH, PAGES, TIGHT, Sampler, assert_same, make_requests
 
 from sparrow_jax.config import ConfigError
-from sparrow_jax.rollout import engine as engine_module
 from sparrow_jax.rollout import probes as probes_module
+from sparrow_jax.rollout import scheduler as scheduler_module
 from sparrow_jax.rollout.engine import Probing, Sampling
-from sparrow_jax.rollout.pool import Pool, Request
+from sparrow_jax.rollout.offload import Offload
+from sparrow_jax.rollout.pool import Pool, Request, Wanted
 from sparrow_jax.sparsity import controller as controllers
 from sparrow_jax.sparsity.controller import Control
 
@@ -59,12 +60,11 @@ def admitted(monkeypatch):
     rows = []
 
     class Recording(Pool):
-        def admit(self, *arguments):
-            row = super().admit(*arguments)
-            rows.extend([row] if row else [])
-            return row
+        def admit(self, *arguments, **more):
+            rows.extend(admitted := super().admit(*arguments, **more))
+            return admitted
 
-    monkeypatch.setattr(engine_module, 'Pool', Recording)
+    monkeypatch.setattr(scheduler_module, 'Pool', Recording)
     return rows
 
 
@@ -102,6 +102,30 @@ def test_probes_measure_the_alpha_of_the_learner(model, seen, admitted):
         assert next(got, None) is None
     assert total == controller.counts.histogram_ZX.sum() == controller.counts.tokens_Z.sum() > 50
     assert np.mean(mean) < 0.98  # or pages would not matter to this model
+
+
+def test_probes_that_leave_for_a_while_are_measured_alike(model, seen, monkeypatch):
+    """With pages for four longest caches: every measured alpha is that of a token that some response has there."""
+    sampler = Sampler(
+        model, TIGHT, keep_hidden=True, probing=Probing(NEVER, probes=3), pool_pages=2 * PAGES, slots=6, segment_steps=4
+    )
+    left, park = [], Offload.park
+    monkeypatch.setattr(Offload, 'park', lambda self, *place: left.append(bool(place[-1])) or park(self, *place))
+    requests = make_requests((24, 24, 20, 17, 24, 9, 23, 24, 5, 24, 24, 7), samples=2)
+    responses, controller = sample(sampler, requests=requests)
+    assert set(left) == {True, False}  # probes among them
+    assert_same(responses, Sampler(model, TIGHT, keep_hidden=True)(requests))
+    decoder = nnx.merge(sampler.engine.graphdef, sampler.weights)
+    expected = collections.defaultdict(list)
+    for request, response in zip(requests, responses, strict=True):
+        dense = teacher_forced.log_softmax(teacher_forced.dense(model, request, response))
+        actor = teacher_forced.log_softmax(decoder.logits(response.hidden))
+        for i, alpha in enumerate(np.exp(np.minimum(dense, actor)).sum(axis=-1)[1:], start=1):
+            expected[len(request.prompt_ids) + i].append(alpha)
+    found = [pair for alpha, length, new, _ in seen for pair in zip(alpha[new], length[new], strict=True)]
+    assert len(found) == controller.counts.tokens_Z.sum() > 40
+    for alpha, length in found:
+        assert np.abs(np.asarray(expected[int(length)]) - alpha).min() < 2e-5
 
 
 def test_probes_change_no_token(model, still):
@@ -170,26 +194,25 @@ def test_known_bins_are_measured_anew_for_the_next_policy():
     assert renewed.counts.tokens_Z.tolist() == renewed.counts.histogram_ZX.sum(axis=1).tolist() == [0, 1]
 
 
-def request(number):
-    return Request([1], number, 0, 1)
+def wanted(index, pages):
+    return Wanted(index, Request([1], index, 0, 1), np.zeros(2), pages)
 
 
 def test_probe_slots_are_given_out_evenly():
     pool = Pool(shards=1, slots=8, pages=100, probes=2)
-    rows = [pool.admit(i, request(i), np.zeros(2), 3, 2, [0]) for i in range(8)]
-    assert [len(row.probe_pages) for row in rows] == [2, 0, 0, 0, 2, 0, 0, 0]
+    rows = [pool.admit([wanted(i, 3)], 0, [0])[0] for i in range(8)]
+    assert [len(row.probe_pages) for row in rows] == [3, 0, 0, 0, 3, 0, 0, 0]
     assert sorted(row.slot for row in rows) == list(range(8))
     assert {row.slot for row in rows if row.probe_pages} == {0, 1}
 
 
 def test_a_request_takes_another_slot_where_a_probe_has_no_pages_and_all_pages_come_back():
     pool = Pool(shards=1, slots=2, pages=5, probes=1)
-    first = pool.admit(0, request(0), np.zeros(2), 4, 2, [0])
-    assert first is not None
-    assert (first.slot, first.probe_pages) == (1, [])
-    assert pool.admit(1, request(1), np.zeros(2), 2, 0, [0]) is None
+    [first] = pool.admit([wanted(0, 3)], 1, [0])
+    assert (first.slot, len(first.prefix.pages), len(first.pages), first.probe_pages) == (1, 1, 3, [])
+    assert not pool.admit([wanted(1, 1)], 0, [0])
     pool.release(first.slot)
-    rows = [pool.admit(1, request(1), np.zeros(2), 3, 2, [0]), pool.admit(2, request(2), np.zeros(2), 1, 1, [0])]
+    rows = [pool.admit([wanted(1, 3)], 0, [0])[0], pool.admit([wanted(2, 1)], 0, [0])[0]]
     assert [(row.slot, len(row.pages), len(row.probe_pages)) for row in rows] == [(1, 3, 0), (0, 1, 1)]
     assert not pool.free_pages[0]
     for row in rows:
