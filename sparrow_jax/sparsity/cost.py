@@ -9,8 +9,8 @@ def kv_read_fraction(schedule: Schedule, layers: int, length_tokens: np.ndarray,
     """KV and landmark bytes that the sampler read over the KV bytes that a dense sampler reads for the same tokens,
     all layers.
 
-    A landmark is one key row of a page that holds 2 C rows; it is read for every full page. A page is read whole, in
-    both samplers.
+    A landmark is as many key rows as the policy keeps, of a page that holds 2 C rows; it is read for every full page. A
+    page is read whole, in both samplers.
 
     Args:
         schedule: gives the page size and the dense layers.
@@ -25,7 +25,8 @@ def kv_read_fraction(schedule: Schedule, layers: int, length_tokens: np.ndarray,
     if not pages.sum():
         return float('nan')
     dense = np.int64(len(schedule.dense_layers)) if schedule.kind != 'dense' else np.int64(layers)
-    landmarks = (length_tokens // schedule.page_tokens).sum() / (2 * schedule.page_tokens)
+    rows = schedule.policy.landmark_width(1)
+    landmarks = rows * (length_tokens // schedule.page_tokens).sum() / (2 * schedule.page_tokens)
     sparse_layer = pages_read.astype(np.int64).sum() + landmarks
     return float((dense * pages.sum() + (layers - dense) * sparse_layer) / (layers * pages.sum()))
 

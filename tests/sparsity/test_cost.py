@@ -1,7 +1,10 @@
 """The fraction of the cache that is read, and the bytes of a step, counted by hand."""
 
+import dataclasses
+
 import numpy as np
 
+from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.sparsity.cost import decode_step_bytes, kv_read_fraction
 from sparrow_jax.sparsity.schedules import Schedule
 
@@ -21,6 +24,12 @@ def test_long_contexts_approach_budget_and_landmarks():
     """One sparse layer at 160,000 tokens: 6 of 10,000 pages and every landmark, 1 / 32."""
     fraction = kv_read_fraction(make_schedule(dense_layers=()), 1, np.array([160_000]), np.array([6]))
     np.testing.assert_allclose(fraction, 0.0006 + 1 / 32, rtol=1e-12)
+
+
+def test_a_policy_with_two_rows_a_page_reads_twice_as_many_landmarks():
+    schedule = dataclasses.replace(make_schedule(dense_layers=()), policy=SelectionPolicy.QUEST)
+    fraction = kv_read_fraction(schedule, 1, np.array([160_000]), np.array([6]))
+    np.testing.assert_allclose(fraction, 0.0006 + 2 / 32, rtol=1e-12)
 
 
 def test_a_dense_sampler_reads_everything_and_no_landmarks():
