@@ -100,7 +100,9 @@ def get_config() -> ConfigDict:
     # 'group_softmax' (every head of a group hands out the same weight). Published budgets were found with 'block_mean'.
     c.schedule.policy = 'block_mean'
 
-    c.controller = ConfigDict()  # of the 'adaptive' schedule; its length bins are mismatch.bin_width_tokens wide
+    # Of the 'adaptive' schedule. Its length bins are those of its start, or mismatch.bin_width_tokens wide where that
+    # has one budget for all lengths.
+    c.controller = ConfigDict()
     c.controller.target_p05 = 0.86  # exact alpha that the 5th percentile of every length bin is held at
     c.controller.probes = 4  # slots of each data shard that the dense policy follows
     c.controller.min_count = 2000  # measured tokens of a bin before its budget moves
@@ -206,7 +208,8 @@ def smoke(config: ConfigDict) -> None:
     c.rollout.segment_steps = 16
     c.rollout.prefill_rows = 2
 
-    c.schedule.kind = 'fixed'
+    c.schedule.kind = c.schedule.start = 'fixed'
+    c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10  # for an adaptive schedule
     c.schedule.budget_pages = 2
     c.schedule.path = ''
     c.schedule.dense_layers = (0,)

@@ -97,6 +97,7 @@ def get_config(arg: str = '') -> ConfigDict:
         c.rollout.max_response_tokens = 64
         c.rollout.segment_steps = 16
         c.schedule.budget_pages = 2
+        c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10
         c.mismatch.min_count = 1
         c.mismatch.floor_every_steps = 1
         c.mismatch.floor_sequences = 2

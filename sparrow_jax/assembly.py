@@ -153,7 +153,7 @@ class Policy:
     Attributes:
         params: its weights.
         step: of the checkpoint; 0 for start weights.
-        parts: those of the command; an adaptive schedule has the budgets that the run had arrived at.
+        parts: those of the command; the schedule has the budgets that the run had arrived at.
     """
 
     params: nnx.State
@@ -186,18 +186,35 @@ def load_policy(parts: Parts, workdir: str) -> Policy:
         # A learner state without its other parts: only the weights are read.
         wanted = LearnerState(parts.abstract_params(), None, None)
         restored, facts = checkpoints.restore(step, wanted, partial=True)
-    if parts.schedule.kind == 'adaptive' and facts.get('controller'):
-        parts = dataclasses.replace(parts, schedule=_arrived(parts, trained, facts['controller']))
-    return Policy(restored.params, step, parts)
+    return Policy(restored.params, step, dataclasses.replace(parts, schedule=_arrived(parts, trained, facts)))
 
 
-def _arrived(parts: Parts, trained: RunConfig, controller: Mapping[str, Any]) -> Schedule:
-    for field in ('rollout.page_tokens', 'mismatch.bin_width_tokens', 'schedule.start'):
+def _arrived(parts: Parts, trained: RunConfig, facts: Mapping[str, Any]) -> Schedule:
+    """The schedule as the run's controller and guard have left it."""
+    guard = facts.get('guard', {})
+    if parts.schedule.kind != trained.schedule.kind or guard.get('dense'):
+        return parts.schedule
+    if parts.schedule.kind != 'adaptive':
+        return parts.schedule.widened(guard.get('widened', 0))
+    for field in (
+        'rollout.page_tokens',
+        'mismatch.bin_width_tokens',
+        'schedule.start',
+        'schedule.policy',
+        'schedule.dense_layers',
+        'schedule.reserved_first_pages',
+        'schedule.reserved_last_pages',
+    ):
         section, name = field.split('.')
         here, there = (getattr(getattr(run, section), name) for run in (parts.run, trained))
         if here != there:
             raise ConfigError(f'{field}={here!r}: the run has found its budgets with {there!r}; set it to that')
-    budgets = tuple(math.ceil(pages) for pages in controller['budget_Z'])
+    if parts.schedule.bin_width_tokens != facts['bin_width_tokens']:
+        raise ConfigError(
+            f'schedule.path={parts.run.schedule.path!r}: has length bins of {parts.schedule.bin_width_tokens} tokens, '
+            f'the run has found its budgets with {facts["bin_width_tokens"]}'
+        )
+    budgets = tuple(math.ceil(pages) for pages in facts['controller']['budget_Z'])
     return dataclasses.replace(parts.schedule, budget_pages=budgets)
 
 

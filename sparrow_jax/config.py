@@ -13,12 +13,13 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pallas_kernels.dense_decode import MAX_QUERIES
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.page_select.policies import SelectionPolicy
 
 ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
 GUARD_ACTIONS = ('none', 'widen', 'dense', 'stop')
+# As the operations have them; those import JAX, for which a mistake need not wait.
+POLICIES = ('block_mean', 'quest', 'group_softmax')
+MOST_CHUNK_TOKENS = 256
 SCHEDULE_STARTS = ('dense', 'fixed', 'published', 'file')
 SCHEDULE_KINDS = (*SCHEDULE_STARTS, 'adaptive')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
@@ -329,18 +330,30 @@ def _validate_controller(run: RunConfig, need: Callable[[bool, str, Any, str], N
         f'must be at least controller.urgent_count={c.urgent_count}',
     )
     need(0 <= c.tolerance < 1, 'controller.tolerance', c.tolerance, 'must be in [0, 1)')
-    need(c.least_pages >= 1, 'controller.least_pages', c.least_pages, 'must be at least 1')
     need(
-        c.most_pages == 0 or c.most_pages >= c.least_pages,
-        'controller.most_pages',
-        c.most_pages,
-        f'must be 0 (no limit) or at least controller.least_pages={c.least_pages}',
+        1 <= c.least_pages <= longest,
+        'controller.least_pages',
+        c.least_pages,
+        f'must be at least 1 and at most the {longest} pages of a sequence',
     )
     need(
-        run.rollout.segment_steps <= MAX_QUERIES,
+        c.most_pages == 0 or c.least_pages <= c.most_pages <= longest,
+        'controller.most_pages',
+        c.most_pages,
+        f'must be 0 (no limit), or from controller.least_pages={c.least_pages} to the {longest} pages of a sequence',
+    )
+    width = run.mismatch.bin_width_tokens
+    need(
+        width >= run.rollout.page_tokens,
+        'mismatch.bin_width_tokens',
+        width,
+        f'a length bin of an adaptive schedule holds at least a page, rollout.page_tokens={run.rollout.page_tokens}',
+    )
+    need(
+        run.rollout.segment_steps <= MOST_CHUNK_TOKENS,
         'rollout.segment_steps',
         run.rollout.segment_steps,
-        f'an adaptive schedule scores a segment at once: set at most {MAX_QUERIES}',
+        f'an adaptive schedule scores a segment at once: set at most {MOST_CHUNK_TOKENS}',
     )
 
 
@@ -417,10 +430,13 @@ def validate(run: RunConfig) -> None:
 
     one_of('rollout.kernels', r.kernels, ('auto', *Implementation))
     one_of('schedule.kind', s.kind, SCHEDULE_KINDS)
-    one_of('schedule.policy', s.policy, tuple(SelectionPolicy))
-    if r.kernels != 'auto':
-        _, why = SelectionPolicy(s.policy).implementation(Implementation(r.kernels))
-        need(not why, 'rollout.kernels', r.kernels, f'{why}; set it to auto or reference')
+    one_of('schedule.policy', s.policy, POLICIES)
+    need(
+        r.kernels in ('auto', Implementation.REFERENCE) or s.policy == POLICIES[0],
+        'rollout.kernels',
+        r.kernels,
+        f'schedule.policy={s.policy} has no kernels, JAX definitions choose its pages; set it to auto or reference',
+    )
     need(
         s.reserved_first_pages >= 1,
         'schedule.reserved_first_pages',
@@ -451,6 +467,8 @@ def validate(run: RunConfig) -> None:
         need(bool(s.path), 'schedule.path', '', 'a schedule from a file needs the path of a schedule.json')
 
     one_of('guard.action', run.guard.action, GUARD_ACTIONS)
+    if run.guard.action in ('widen', 'dense'):
+        need(s.kind != 'dense', 'guard.action', run.guard.action, "schedule.kind='dense' reads everything already")
     need(run.guard.window_steps >= 1, 'guard.window_steps', run.guard.window_steps, 'must be at least 1')
     for field in ('least_p05', 'least_length_share', 'least_entropy_share'):
         value = getattr(run.guard, field)

@@ -40,12 +40,14 @@ class History:
 def judge(config: GuardConfig, history: History, metrics: Mapping[str, float]) -> str | None:
     """Takes note of a step's metrics; says what is wrong where the guard should act, and then forgets the window.
 
-    p05 is judged by itself; response length and entropy against the largest mean over a window so far.
+    p05 of all sampled tokens, and that of the worst length bin of the probes, are judged by themselves; response length
+    and entropy against the largest mean over a window so far.
     """
-    seen = {name: metrics[name] for name in (LENGTH, ENTROPY) if name in metrics}
-    tail = _tail(metrics)
-    if tail is not None:
-        seen[TAIL] = tail
+    seen = {name: metrics[name] for name in (LENGTH, ENTROPY, TAIL) if name in metrics}
+    bins = [value for name, value in metrics.items() if name.startswith(PROBE_TAIL)]
+    if bins:
+        seen[PROBE_TAIL] = min(bins)
+    seen = {name: value for name, value in seen.items() if not math.isnan(value)}
     for name, value in seen.items():
         history.recent[name] = [*history.recent.get(name, []), float(value)][-config.window_steps :]
     means = {name: float(np.mean(v)) for name, v in history.recent.items() if len(v) == config.window_steps}
@@ -57,17 +59,11 @@ def judge(config: GuardConfig, history: History, metrics: Mapping[str, float]) -
     return reason
 
 
-def _tail(metrics: Mapping[str, float]) -> float | None:
-    """p05 of all sampled tokens, or else the least of the probes' length bins."""
-    bins = [value for name, value in metrics.items() if name.startswith(PROBE_TAIL)]
-    value = metrics.get(TAIL, min(bins, default=math.nan))
-    return None if math.isnan(value) else value
-
-
 def _reason(config: GuardConfig, history: History, means: Mapping[str, float]) -> str | None:
     over = f'over {config.window_steps} steps'
-    if TAIL in means and means[TAIL] < config.least_p05:
-        return f'p05 of alpha is {means[TAIL]:.3f} {over}, below guard.least_p05={config.least_p05}'
+    for name, of in ((TAIL, 'alpha'), (PROBE_TAIL, "alpha in the probes' worst length bin")):
+        if name in means and means[name] < config.least_p05:
+            return f'p05 of {of} is {means[name]:.3f} {over}, below guard.least_p05={config.least_p05}'
     for name, share, field in (
         (LENGTH, config.least_length_share, 'guard.least_length_share'),
         (ENTROPY, config.least_entropy_share, 'guard.least_entropy_share'),

@@ -116,21 +116,20 @@ def mismatch_metrics(
 def adaptive_metrics(
     adapted: Adapted, control: Control, most_Z: np.ndarray, longest_tokens: int
 ) -> tuple[dict[str, float], list[tuple[int, int]]]:
-    """What the controller did in a rollout, and the length bins whose budget it has raised as far as it may.
+    """What the controller did in a rollout, and the length bins that even the largest budget leaves below the target.
 
     Args:
         adapted: what the rollout left behind; control: what it holds on to; most_Z: largest budget of each bin, pages.
         longest_tokens: cached tokens of the longest sequence; bins that none has reached are left out.
     """
     metrics, full = {'sparse/budget_moves': float(adapted.moves)}, []
-    moves_Z = np.asarray(adapted.controller.moves_Z)
     for z in range(min(len(most_Z), longest_tokens // control.bin_width_tokens + 1)):
         low, high = z * control.bin_width_tokens, (z + 1) * control.bin_width_tokens
         metrics[f'sparse/budget_pages/bin_{low}_{high}'] = float(adapted.budget_Z[z])
-        if adapted.tail.tokens_Z[z] >= control.urgent_count:
-            metrics[f'sparse/probe_p05/bin_{low}_{high}'] = float(adapted.tail.p05_Z[z])
-        if adapted.budget_Z[z] >= most_Z[z] and moves_Z[z]:
-            full.append((low, high))
+        if adapted.p05_Z[z] >= 0:
+            metrics[f'sparse/probe_p05/bin_{low}_{high}'] = float(adapted.p05_Z[z])
+            if adapted.budget_Z[z] >= most_Z[z] and adapted.p05_Z[z] < control.target - control.tolerance:
+                full.append((low, high))
     return metrics, full
 
 

@@ -28,7 +28,9 @@ _OF_SAMPLING = ('sampler weights', 'rollout: ')
 _KIB_SUFFIXES = ('KiB', 'MiB', 'GiB', 'TiB')
 
 
-def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int], platform: str) -> dict[str, int]:
+def estimate(
+    run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int], platform: str, *, trains: bool = True
+) -> dict[str, int]:
     """Bytes per device of the parts of a run.
 
     Args:
@@ -37,6 +39,7 @@ def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int],
         mesh_sizes: 'data', 'fsdp' and 'tensor' to the number of devices along the axis, none of them -1.
         platform: 'cpu', 'gpu' or 'tpu'. On a GPU in bfloat16 the learner's attention is cuDNN's, which keeps no
             attention weights; the CPU compiler undoes rematerialization, so `model.remat` saves nothing there.
+        trains: whether the sampler is a training run's, with probes where its schedule is adaptive.
     Returns:
         Part to bytes. Parts named 'rollout: ...' exist only while sampling, parts named 'learner: ...' only during an
         update, the others always. See `peak_bytes`.
@@ -61,14 +64,15 @@ def estimate(run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int],
 
     slots = -(-r.slots // shards)
     N, C = r.pages_per_sequence, r.page_tokens
-    probes = run.controller.probes if run.schedule.kind == 'adaptive' else 0
+    probes = run.controller.probes if trains and run.phase == 'rl' and run.schedule.kind == 'adaptive' else 0
     pool_pages = r.pool_pages or (slots + probes) * N
     parts['rollout: KV pool'] = L * K * pool_pages * 2 * C * A * compute
     landmark_width = SelectionPolicy(run.schedule.policy).landmark_width(A)
     parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
-    if run.mismatch.every_steps > 0:
+    if run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
-    parts['rollout: logits'] = 3 * slots * V * 4
+    first_tokens = -(-r.prefill_rows // shards) * min(r.samples_per_prompt, slots)
+    parts['rollout: logits'] = 3 * max(slots, first_tokens) * V * 4
     if probes:
         tokens = probes * r.segment_steps
         parts['rollout: probes'] = 2 * tokens * D * compute + 3 * min(tokens * V, LOGITS_AT_ONCE) * 4
@@ -152,7 +156,7 @@ def check_fits(
         The parts, for the start block.
     """
     device = device or jax.local_devices()[0]
-    parts = estimate(run, shape, mesh_sizes, device.platform)
+    parts = estimate(run, shape, mesh_sizes, device.platform, trains=trains)
     unused = (() if trains else _OF_TRAINING) + (() if samples else _OF_SAMPLING)
     parts = {name: size for name, size in parts.items() if not name.startswith(unused)}
     available, needed = available_bytes(device), peak_bytes(parts)

@@ -1,8 +1,8 @@
 """python -m sparrow_jax.train --config=configs/X.py[:args] [--config.field=value ...] --workdir=W
 
 The loop: prompts -> rollout (sparse sampler) -> rewards -> dense log-probs -> advantages -> policy update -> weights to
-the sampler. Everything that a step computes is a function of (configuration, step, learner state, data position), so
-that a run killed at any moment repeats itself exactly from its last checkpoint.
+the sampler. Everything that a step computes is a function of (configuration, step, learner state, data position, state
+of controller and guard), so that a run killed at any moment repeats itself exactly from its last checkpoint.
 """
 
 import dataclasses
@@ -108,9 +108,9 @@ def _steps(
                 compiles.late.clear()
             if position.step % run.checkpoint.every_steps == 0 or position.step == run.steps or stops:
                 trainer.save(checkpoints)
-        if stops:
+        if stops and position.step < run.steps:
             checkpoints.wait()
-            console.message('the same command goes on from here; guard.action says what a guard does')
+            console.message('the same command goes on from here, until the guard stops it again; guard.* may change')
             return STOPPED_BY_GUARD
     checkpoints.wait()
     _finish(console, workdir, first_accuracy, last_accuracy)
@@ -160,7 +160,7 @@ def _refuse_lost_checkpoints(workdir: Workdir, every_steps: int) -> None:
 def _start_block(
     run: RunConfig, parts: Parts, trainer: Trainer, workdir: Workdir, restored: int | None
 ) -> tuple[str, dict[str, str]]:
-    schedule, shape, engine = parts.schedule, parts.shape, trainer.engine
+    schedule, shape, engine = trainer.schedule_in_force(), parts.shape, trainer.engine
     why = engine.why_kernels
     low, high = min(schedule.budget_pages), max(schedule.budget_pages)
     if schedule.kind == 'dense':

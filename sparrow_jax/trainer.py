@@ -36,7 +36,7 @@ from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
 from sparrow_jax.sparsity.controller import Controller
-from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
+from sparrow_jax.sparsity.schedules import Schedule
 from sparrow_jax.tasks.problems import Problem, load_problems
 from sparrow_jax.tasks.prompts import take_prompts
 from sparrow_jax.tasks.verifiers import Verifier
@@ -132,19 +132,32 @@ class Trainer:
             )
         self.position = Position(**facts['position'])
         if self.controller is not None:
-            self.controller = controllers.from_facts(facts['controller'], self.controller)
+            self.controller = self.restored_controller(facts)
         self.guard = guards.History(**facts.get('guard', {}))
         self.widen_schedule(self.guard.widened)
         return step
 
+    def restored_controller(self, facts: dict[str, Any]) -> Controller:
+        assert self.controller is not None
+        try:
+            if facts['bin_width_tokens'] != self.parts.schedule.bin_width_tokens:
+                raise ValueError(f'they were {facts["bin_width_tokens"]} tokens wide')
+            return self.engine.placed(controllers.from_facts(facts['controller'], self.controller))
+        except ValueError as error:
+            raise ConfigError(
+                f'schedule.start={self.run.schedule.start!r}: has other length bins now than when this run began '
+                f'({error}); restore schedule.path={self.run.schedule.path!r}, or give another --workdir'
+            ) from error
+
     def save(self, checkpoints: Checkpoints) -> None:
-        facts = {
+        facts: dict[str, Any] = {
             'position': dataclasses.asdict(self.position),
             'data': self.train_set.fingerprint,
             'guard': self.guard.to_facts(),
         }
         if self.controller is not None:
             facts['controller'] = controllers.to_facts(self.controller)
+            facts['bin_width_tokens'] = self.parts.schedule.bin_width_tokens
         checkpoints.save(self.position.step, self.state, facts)
 
     def warm_up(self) -> None:
@@ -418,7 +431,8 @@ class Trainer:
     def judge(self, metrics: dict[str, float]) -> bool:
         """Lets the guard act on a finished step, and says so; whether the run should stop."""
         action = self.run.guard.action
-        reason = guards.judge(self.run.guard, self.guard, metrics) if action != 'none' else None
+        acts = action != 'none' and not self.guard.dense
+        reason = guards.judge(self.run.guard, self.guard, metrics) if acts else None
         metrics['guard/acted'] = float(reason is not None)
         if reason is None:
             return False
@@ -436,14 +450,19 @@ class Trainer:
         return action == 'stop'
 
     def schedule_in_force(self) -> Schedule:
-        return dataclasses.replace(self.engine.schedule, kind='dense') if self.guard.dense else self.engine.schedule
+        """The schedule with the budgets that controller and guard have arrived at."""
+        schedule = self.engine.schedule
+        if self.guard.dense:
+            return dataclasses.replace(schedule, kind='dense')
+        if self.controller is not None:
+            budgets = np.ceil(np.asarray(self.controller.budget_Z)).astype(int)
+            return dataclasses.replace(schedule, budget_pages=tuple(budgets.tolist()))
+        return schedule
 
     def widen_schedule(self, times: int) -> None:
         """Doubles the budgets of a schedule that is not adaptive so many times."""
-        if times and self.controller is None:
-            schedule = self.engine.schedule
-            wider = tuple(min(pages << times, EVERY_PAGE) for pages in schedule.budget_pages)
-            self.engine.schedule = dataclasses.replace(schedule, budget_pages=wider)
+        if self.controller is None:
+            self.engine.schedule = self.engine.schedule.widened(times)
 
     # ------------------------------------------------------------------ what is seen
 

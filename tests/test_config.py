@@ -5,6 +5,9 @@ import json
 import pytest
 
 from configs import base, tiny
+from pallas_kernels.dense_decode import MAX_QUERIES
+from pallas_kernels.page_select.policies import SelectionPolicy
+from sparrow_jax import config as config_module
 from sparrow_jax.config import ConfigError, differing_fields, resolve, to_json
 
 
@@ -237,6 +240,11 @@ def test_unknown_and_missing_fields():
         resolve({**make_config().to_dict(), 'modle': {}})
     with pytest.raises(ConfigError, match=r'^rollout=3: must be a section'):
         resolve({**make_config().to_dict(), 'rollout': 3})
+
+
+def test_limits_that_are_written_down_twice_are_the_same():
+    assert tuple(SelectionPolicy) == config_module.POLICIES
+    assert config_module.MOST_CHUNK_TOKENS == MAX_QUERIES
 
 
 def test_differing_fields_lists_leaves():

@@ -44,11 +44,12 @@ def test_after_acting_a_whole_window_passes():
     assert [bool(reason) for reason in reasons(rows)] == [False, False, True, False, False, True, False]
 
 
-def test_the_worst_bin_of_the_probes_stands_in_for_steps_that_were_not_measured():
-    row = {'sparse/probe_p05/bin_0_64': 0.9, 'sparse/probe_p05/bin_64_128': 0.2, 'response_length/mean': 5.0}
-    assert 'p05 of alpha is 0.200' in reasons([row] * 3)[-1]
-    assert reasons([row | {'sparse/alpha_p05': 0.8}] * 3)[-1] is None
-    assert reasons([row | {'sparse/alpha_p05': float('nan')}] * 3)[-1] is None
+def test_the_worst_bin_of_the_probes_counts_by_itself():
+    row = {'sparse/probe_p05/bin_0_64': 0.9, 'sparse/probe_p05/bin_64_128': 0.2, 'sparse/alpha_p05': 0.8}
+    assert "in the probes' worst length bin is 0.200 over 3 steps" in reasons([row] * 3)[-1]
+    assert reasons([row | {'sparse/probe_p05/bin_64_128': 0.6}] * 3)[-1] is None
+    nothing = dict.fromkeys(row, float('nan'))
+    assert reasons([nothing] * 3 + [row] * 2) == [None] * 5
 
 
 def test_what_is_not_watched_never_acts():

@@ -17,6 +17,7 @@ from tiny_run import (
 )
 
 from sparrow_jax import commands, trainer
+from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import ConfigError
 from sparrow_jax.metrics import read_rows
 from sparrow_jax.train import STOPPED_BY_GUARD, train
@@ -211,7 +212,43 @@ def test_an_adaptive_run_moves_its_budgets_and_resumes_exactly(runs):
     assert all(0 < row['sparse/probe_overhead'] < 1 for row in rows)
     assert [row['compile/count'] for row in rows] == [0] * 4
     runs.train('adaptive_resumed', changes | {'steps': 2})
-    assert_same_run(runs.train('adaptive_resumed', changes | {'steps': 4}), whole)
+    resumed = runs.train('adaptive_resumed', changes | {'steps': 4})
+    assert_same_run(resumed, whole)
+    assert [row['compile/count'] for row in rows_of(resumed)[1:]] == [0] * 4
+    # What other commands see.
+    found = load_policy(assemble(runs.config(changes)), str(whole)).parts.schedule
+    assert found.budget_pages[0] == rows[-1]['sparse/budget_pages/bin_0_64']
+    with pytest.raises(ConfigError, match=r"schedule\.policy='quest': the run has found its budgets with 'block_mean'"):
+        load_policy(assemble(runs.config(changes | {'schedule.policy': 'quest'})), str(whole))
+
+
+def test_adaptive_runs_whose_probes_leave_for_host_memory_resume_exactly(runs):
+    changes = {
+        'schedule.kind': 'adaptive',
+        'controller.probes': 2,
+        'controller.min_count': 60,
+        'controller.urgent_count': 20,
+        'rollout.pool_pages': 32,  # of 16 a sequence
+        'rollout.segment_steps': 4,
+    }
+    whole = runs.train('crowded', changes | {'steps': 4})
+    rows = rows_of(whole)[1:]
+    assert sum(row['rollout/parked'] for row in rows) > 0
+    assert [row['compile/count'] for row in rows] == [0] * 4
+    runs.train('crowded_resumed', changes | {'steps': 2})
+    assert_same_run(runs.train('crowded_resumed', changes | {'steps': 4}), whole)
+
+
+def test_other_length_bins_are_refused_on_resume(runs, tmp_path):
+    path = tmp_path / 'schedule.json'
+    fields = {'page_tokens': 8, 'reserved_first_pages': 1, 'reserved_last_pages': 3, 'dense_layers': [0]}
+    write = lambda width: path.write_text(json.dumps(fields | {'bin_width_tokens': width, 'budget_pages': [2, 3]}))
+    changes = {'schedule.kind': 'adaptive', 'schedule.start': 'file', 'schedule.path': str(path), 'steps': 1}
+    write(64)
+    runs.train('bins', changes)
+    write(32)
+    with pytest.raises(ConfigError, match=r"schedule\.start='file': has other length bins now"):
+        runs.train('bins', changes | {'steps': 2})
 
 
 GUARDED = {'guard.window_steps': 2, 'guard.least_p05': 0.999999, 'steps': 6}
@@ -219,13 +256,20 @@ GUARDED = {'guard.window_steps': 2, 'guard.least_p05': 0.999999, 'steps': 6}
 
 @pytest.mark.parametrize('kind', ['fixed', 'adaptive'])
 def test_a_guard_widens_every_budget(runs, kind, capsys):
-    changes = GUARDED | {'guard.action': 'widen', 'schedule.kind': kind, 'controller.probes': 1}
-    rows = rows_of(runs.train(f'widened_{kind}', changes))[1:]
+    changes = GUARDED | {'guard.action': 'widen', 'schedule.kind': kind, 'controller.min_count': 1_000_000}
+    changes |= {'controller.urgent_count': 1_000_000}  # the guard alone moves budgets
+    whole = runs.train(f'widened_{kind}', changes)
+    rows = rows_of(whole)[1:]
     assert [row['guard/acted'] for row in rows] == [0, 1, 0, 1, 0, 1]
     read = [row['sparse/pages_read/mean'] for row in rows]
     assert max(read[:2]) < min(read[2:4]) < min(read[4:])
     assert 'all budgets are doubled' in capsys.readouterr().out
     assert [row['compile/count'] for row in rows] == [0] * 6
+    runs.train(f'widened_{kind}_resumed', changes | {'steps': 4})
+    assert_same_run(runs.train(f'widened_{kind}_resumed', changes), whole)
+    if kind == 'fixed':
+        found = load_policy(assemble(runs.config(changes)), str(whole)).parts.schedule
+        assert found.budget_pages == (2 << 3,)
 
 
 def test_a_guard_makes_the_sampler_dense_also_after_a_resume(runs, capsys):

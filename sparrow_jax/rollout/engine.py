@@ -37,7 +37,7 @@ from sparrow_jax.rollout.probes import measure
 from sparrow_jax.rollout.sampling import sample_keys
 from sparrow_jax.rollout.scheduler import Layout, Scheduler
 from sparrow_jax.sparsity import controller as controllers
-from sparrow_jax.sparsity.controller import Control, Controller, Tail
+from sparrow_jax.sparsity.controller import Control, Controller
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 
 KEY_BLOCK = 64  # sample keys made by one call
@@ -81,14 +81,14 @@ class Adapted:
 
     Attributes:
         controller: its state.
-        budget_Z: int, NumPy: pages of each length bin. tail: what is known of the bins, as NumPy.
+        budget_Z, p05_Z: NumPy: pages of each length bin; p05 as last known of it, -1 where it never was.
         moves: changes of a bin's budget in this rollout.
         probe_s: seconds spent on the probes.
     """
 
     controller: Controller
     budget_Z: np.ndarray
-    tail: Tail
+    p05_Z: np.ndarray
     moves: int
     probe_s: float
 
@@ -226,11 +226,11 @@ class Engine:
                 self._row(slots.hidden_BTD, 0)
             if self.probing and sampling.sparse:
                 controller = self._renew()(self.widened(self.start_controller()))
+                controller = self._close()(controller, self._probes())
                 cache, slots, controller = self._measure(sampling)(
                     weights, cache, slots, controller, values.temperature
                 )
                 self._budgets()(controller)
-                self._tail()(controller)
             if self.may_park:
                 cache, slots = self._offload().warm_up(cache, slots)
             jax.block_until_ready(slots.active_B)
@@ -285,9 +285,12 @@ class Engine:
     def start_controller(self) -> Controller:
         """A controller that begins with the schedule's budgets."""
         assert self.probing
-        return jax.device_put(
-            controllers.start(self.schedule.budgets(), self.probes * self.shards), NamedSharding(self.mesh, WHOLE)
-        )
+        budgets = np.minimum(self.schedule.budget_pages, self.most_budgets())
+        return self.placed(controllers.start(budgets, self.probes * self.shards))
+
+    def placed(self, controller: Controller) -> Controller:
+        """On every device, as every function of the engine leaves it."""
+        return jax.device_put(controller, NamedSharding(self.mesh, WHOLE))
 
     def widened(self, controller: Controller) -> Controller:
         """With every budget doubled, as far as that goes."""
@@ -332,6 +335,8 @@ class Engine:
             for row in scheduler.make_room():
                 place = row.slot, scheduler.probe_of(row.slot), *scheduler.filled_pages(row)
                 slots, parked[row.index] = self._offload().park(cache, slots, *place)
+                if controller is not None:
+                    controller = self._close()(controller, self._probes(place[1]))
             for old, row in scheduler.come_back():
                 place = row.slot, scheduler.probe_of(row.slot), *scheduler.filled_pages(row)
                 cache, slots = self._offload().restore(cache, slots, parked.pop(old.index), *place)
@@ -368,9 +373,9 @@ class Engine:
         found = [responses[i] for i in range(len(requests))]
         if controller is None:
             return found, None
+        controller = self._close()(controller, self._probes())
         moves = int(np.asarray(controller.moves_Z).sum() - moves)
-        tail = jax.device_get(self._tail()(controller))
-        return found, Adapted(controller, np.asarray(values.budget_bins), tail, moves, probe_s)
+        return found, Adapted(controller, np.asarray(values.budget_bins), np.asarray(controller.p05_Z), moves, probe_s)
 
     def _layout(self, probes: int) -> Layout:
         return Layout(
@@ -483,10 +488,16 @@ class Engine:
     def _budgets(self) -> Callable[[Controller], jax.Array]:
         return self._compiled(('budgets',), lambda: self._whole(controllers.budgets))
 
-    def _tail(self) -> Callable[[Controller], Tail]:
-        assert self.probing
-        control = self.probing.control
-        return self._compiled(('tail',), lambda: self._whole(lambda state: controllers.tail(state.counts, control)))
+    def _close(self) -> Callable[[Controller, np.ndarray], Controller]:
+        return self._compiled(('close',), lambda: self._whole(controllers.close))
+
+    def _probes(self, only: int | None = None) -> np.ndarray:
+        """bool: one of the probes of all shards, or every one."""
+        return (
+            np.isin(np.arange(self.probes * self.shards), [only])
+            if only is not None
+            else np.ones(self.probes * self.shards, bool)
+        )
 
     def _whole(self, function: Callable) -> Callable:
         return jax.jit(function, out_shardings=NamedSharding(self.mesh, WHOLE))

@@ -173,7 +173,9 @@ class Scheduler:
             (self.probe_table_PN, self.probe_of(row.slot), row.probe_pages),
         ):
             if pages:
+                # The whole row, as prefill writes it: what an earlier sequence has left there would look up to date.
                 whole = row.prefix.pages + pages
-                if not np.array_equal(table[place, : len(whole)], whole):
-                    table[place, : len(whole)] = whole
+                whole += [0] * (table.shape[1] - len(whole))
+                if not np.array_equal(table[place], whole):
+                    table[place] = whole
                     self.tables_changed = True

@@ -19,6 +19,7 @@ from jax import lax
 
 from sparrow_jax.sparsity.mismatch import TAIL
 
+_BIN_STATE = ('budget_Z', 'moves_Z', 'p05_Z')
 CELLS = 512  # of the histogram; one is 2.7% of 1 - alpha
 LEAST_GAP = 1e-6  # 1 - alpha below this counts as this
 
@@ -80,7 +81,8 @@ class Controller:
     """State of a run's controller; a checkpoint holds it."""
 
     budget_Z: jax.Array  # float32 pages, ascending
-    moves_Z: jax.Array  # int32 times that each bin's budget was changed
+    moves_Z: jax.Array  # int32 times that each bin's budget in pages was changed
+    p05_Z: jax.Array  # float32 as last known, by at least `urgent_count` tokens, at whatever budget; -1: never
     counts: Counts
 
 
@@ -102,7 +104,8 @@ class Tail:
 def start(budget_pages: np.ndarray | jax.Array, probes: int) -> Controller:
     """A controller that begins with these budgets [bins], pages. probes: P, of all shards."""
     budget_Z = lax.cummax(jnp.asarray(budget_pages, jnp.float32))
-    return Controller(budget_Z, jnp.zeros(budget_Z.shape, jnp.int32), _empty(budget_Z.shape[0], probes))
+    bins = budget_Z.shape[0]
+    return Controller(budget_Z, jnp.zeros(bins, jnp.int32), jnp.full(bins, -1, jnp.float32), _empty(bins, probes))
 
 
 def renew(controller: Controller, control: Control) -> Controller:
@@ -115,13 +118,27 @@ def widen(controller: Controller, most_Z: np.ndarray) -> Controller:
     """Every budget doubled, to at most `most_Z` pages; all bins are measured anew."""
     budget_Z = jnp.minimum(2 * controller.budget_Z, jnp.asarray(most_Z, jnp.float32))
     everything = jnp.ones(budget_Z.shape, bool)
-    return Controller(budget_Z, controller.moves_Z + 1, _emptied(controller.counts, everything))
+    return dataclasses.replace(controller, budget_Z=budget_Z, counts=_emptied(controller.counts, everything))
+
+
+def close(controller: Controller, ended_P: jax.Array) -> Controller:
+    """Ends the clusters of these probes: what their slots measure next belongs to another sequence."""
+    old, ended_P1 = controller.counts, ended_P[:, None]
+    closed = _clusters(old.open_tokens_PZ * ended_P1, old.open_below_PZ * ended_P1)
+    names = ('sequences_Z', 'tokens_Z', 'below_Z', 'pairs_Z3')
+    counts = dataclasses.replace(
+        old,
+        open_tokens_PZ=jnp.where(ended_P1, 0, old.open_tokens_PZ),
+        open_below_PZ=jnp.where(ended_P1, 0, old.open_below_PZ),
+        **{name: getattr(old, name) + more for name, more in zip(names, closed, strict=True)},
+    )
+    return dataclasses.replace(controller, counts=counts)
 
 
 def to_facts(controller: Controller) -> dict[str, Any]:
     """As JSON, exactly. No sequence may be open."""
     closed = {f.name: getattr(controller.counts, f.name) for f in _closed_fields()}
-    arrays = {'budget_Z': controller.budget_Z, 'moves_Z': controller.moves_Z, **closed}
+    arrays = {name: getattr(controller, name) for name in _BIN_STATE} | closed
     return {name: np.asarray(array).tolist() for name, array in arrays.items()}
 
 
@@ -138,9 +155,8 @@ def from_facts(facts: Mapping[str, Any], like: Controller) -> Controller:
         return jnp.asarray(value)
 
     counts = {f.name: read(f.name, getattr(like.counts, f.name)) for f in _closed_fields()}
-    return Controller(
-        read('budget_Z', like.budget_Z), read('moves_Z', like.moves_Z), dataclasses.replace(like.counts, **counts)
-    )
+    state = {name: read(name, getattr(like, name)) for name in _BIN_STATE}
+    return Controller(**state, counts=dataclasses.replace(like.counts, **counts))
 
 
 def budgets(controller: Controller) -> jax.Array:
@@ -174,14 +190,8 @@ def count(
     tokens_PZ = old.open_tokens_PZ.at[probe_PT, bin_PT].add(1, mode='drop')
     below_PT = (alpha_PT < control.target).astype(jnp.int32)
     below_PZ = old.open_below_PZ.at[probe_PT, bin_PT].add(below_PT, mode='drop')
-    closed = _clusters(tokens_PZ * ended_P[:, None], below_PZ * ended_P[:, None])
-    counts = Counts(
-        histogram_ZX,
-        jnp.where(ended_P[:, None], 0, tokens_PZ),
-        jnp.where(ended_P[:, None], 0, below_PZ),
-        *(a + b for a, b in zip((old.sequences_Z, old.tokens_Z, old.below_Z, old.pairs_Z3), closed, strict=True)),
-    )
-    return dataclasses.replace(controller, counts=counts)
+    counts = dataclasses.replace(old, histogram_ZX=histogram_ZX, open_tokens_PZ=tokens_PZ, open_below_PZ=below_PZ)
+    return close(dataclasses.replace(controller, counts=counts), ended_P)
 
 
 def tail(counts: Counts, control: Control) -> Tail:
@@ -218,7 +228,7 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> tuple[C
     budget *= clip(((1 - p05) / (1 - target))^(damping eta), 1/2, 2). Down only once `min_count` tokens are there; up as
     soon as `urgent_count` are and the bin is under its target with confidence. Longer sequences need larger budgets: a
     bin has at least the budget of the one before, and one whose tail is not known has at most that of a longer bin
-    whose tail is. Bins whose budget in pages changes are emptied: what was counted at another budget would push again.
+    whose tail is. Bins whose budget moves are emptied: what was counted at another budget would push again.
 
     Args:
         most_Z: int32 pages that the longest sequence of each bin has; a budget of that many is dense.
@@ -237,7 +247,10 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> tuple[C
     budget_Z = jnp.where(known_Z | urgent_Z, budget_Z, jnp.minimum(budget_Z, enough_Z))
     budget_Z = lax.cummax(jnp.clip(budget_Z, control.least_budget, most_Z.astype(jnp.float32)))
     changed_Z = jnp.ceil(budget_Z) != jnp.ceil(controller.budget_Z)
-    return Controller(budget_Z, controller.moves_Z + changed_Z, _emptied(controller.counts, changed_Z)), seen
+    p05_Z = jnp.where(seen.tokens_Z >= control.urgent_count, seen.p05_Z, controller.p05_Z)
+    # Also where the budget in pages is the same still: one measurement moves a budget once.
+    counts = _emptied(controller.counts, budget_Z != controller.budget_Z)
+    return Controller(budget_Z, controller.moves_Z + changed_Z, p05_Z, counts), seen
 
 
 def cell(alpha: jax.Array) -> jax.Array:

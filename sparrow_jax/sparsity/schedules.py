@@ -66,6 +66,11 @@ class Schedule:
         bins = -(-pages_per_sequence * self.page_tokens // self.bin_width_tokens)
         return min(pages_per_sequence, max(self.budget_pages[: max(bins, 1)]) + self.reserved_pages)
 
+    def widened(self, times: int) -> 'Schedule':
+        """With every budget doubled so many times."""
+        wider = tuple(min(max(pages, 1) << times, EVERY_PAGE) for pages in self.budget_pages)
+        return dataclasses.replace(self, budget_pages=wider) if times else self
+
     def budgets(self) -> jax.Array:
         """The budgets as int32 [bins], the form in which the sampler takes them."""
         return jnp.asarray(np.asarray(self.budget_pages, np.int32))
@@ -187,6 +192,8 @@ def _checked(kind: str, raw: Mapping[str, Any], name: str) -> Schedule:
         dense_layers=integers('dense_layers', 0),
         budget_pages=integers('budget_pages', 0),
     )
+    if len(set(schedule.dense_layers)) < len(schedule.dense_layers):
+        raise ConfigError(f'{name}: dense_layers={schedule.dense_layers} names a layer twice')
     if not schedule.budget_pages:
         raise ConfigError(f'{name}: budget_pages is empty')
     return schedule

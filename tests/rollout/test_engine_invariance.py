@@ -81,3 +81,10 @@ def test_samples_of_a_prompt_share_its_pages(model, sampler):
     responses = tight(requests, on_tokens=lambda i, _: running.add(i), on_progress=on_progress)
     assert segments[0] == set(range(8))
     assert_same(responses, [sampler([request])[0] for request in requests])
+
+
+def test_a_slot_s_second_sequence_grows_into_the_pages_of_the_first(model, sampler):
+    """One slot and no more pages than one sequence fills: the second gets the first one's pages, in the same places."""
+    alone = Sampler(model, slots=1, pool_pages=PAGES, prefill_rows=1, segment_steps=4)
+    requests = make_requests((9, 9, 9), limit=MAX_RESPONSE)
+    assert_same(alone(requests), sampler(requests))

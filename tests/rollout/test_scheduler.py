@@ -22,6 +22,7 @@ def simulate(lengths, layout=LAYOUT):
     requests = [Request([number] * prompt, number, i, limit) for i, (number, prompt, limit, _) in enumerate(lengths)]
     scheduler = Scheduler(requests, np.zeros((len(requests), 2), np.uint32), layout)
     count_B, drawn, events = np.zeros(layout.shards * layout.slots, int), {}, []
+    device = scheduler.table_BN.copy(), scheduler.probe_table_PN.copy()
     for _ in range(2000):
         if not scheduler.busy:
             return events
@@ -42,7 +43,13 @@ def simulate(lengths, layout=LAYOUT):
             for row in sorted((row for rows in prompts for row in rows), key=lambda row: row.index):
                 count_B[row.slot] = drawn[row.index] = 1
                 events.append(('begins', row.index))
-        check_pages(scheduler, drawn)
+                for table, place, pages in tables_of(scheduler, row, *device):
+                    table[place] = 0  # prefill writes whole rows
+                    table[place, : len(pages)] = pages
+        if scheduler.tables_changed:
+            device = scheduler.table_BN.copy(), scheduler.probe_table_PN.copy()
+            scheduler.tables_changed = False
+        check_pages(scheduler, drawn, *device)
         for slot, row in scheduler.pool.running.items():
             end = min(row.request.limit_tokens, lengths[row.index][3])
             drawn[row.index] = count_B[slot] = min(drawn[row.index] + layout.segment_steps, end)
@@ -54,8 +61,16 @@ def simulate(lengths, layout=LAYOUT):
     raise AssertionError(f'it goes on for ever: {events[-20:]}')
 
 
-def check_pages(scheduler, drawn):
-    """Every running sequence has pages for a segment, as its table says, and nobody else's."""
+def tables_of(scheduler, row, table_BN, probe_table_PN):
+    """(table, row of it, pages that should stand there) of a sequence."""
+    found = [(table_BN, row.slot, row.prefix.pages + row.pages)]
+    if row.probe_pages:
+        found.append((probe_table_PN, scheduler.probe_of(row.slot), row.prefix.pages + row.probe_pages))
+    return found
+
+
+def check_pages(scheduler, drawn, *device):
+    """Every running sequence has pages for a segment, as the table on the device says, and nobody else's."""
     layout = scheduler.layout
     for shard in range(layout.shards):
         rows = [row for slot, row in scheduler.pool.running.items() if slot // layout.slots == shard]
@@ -66,12 +81,9 @@ def check_pages(scheduler, drawn):
         for row in rows:
             prompt = len(row.request.prompt_ids)
             last = min(prompt + drawn[row.index] - 1 + layout.segment_steps, prompt + row.request.limit_tokens - 1)
-            whole = row.prefix.pages + row.pages
-            assert len(whole) * layout.page_tokens >= last
-            assert scheduler.table_BN[row.slot, : len(whole)].tolist() == whole
-            if row.probe_pages:
-                dense = row.prefix.pages + row.probe_pages
-                assert scheduler.probe_table_PN[scheduler.probe_of(row.slot), : len(dense)].tolist() == dense
+            for table, place, pages in tables_of(scheduler, row, *device):
+                assert len(pages) * layout.page_tokens >= last
+                assert table[place, : len(pages)].tolist() == pages
 
 
 def request_shapes():
