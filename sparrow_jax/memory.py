@@ -71,7 +71,7 @@ def estimate(
     parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
     if run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
-    first_tokens = -(-r.prefill_rows // shards) * min(r.samples_per_prompt, slots)
+    first_tokens = min(-(-r.prefill_rows // shards), slots) * min(r.samples_per_prompt, slots)
     parts['rollout: logits'] = 3 * max(slots, first_tokens) * V * 4
     if probes:
         tokens = probes * r.segment_steps

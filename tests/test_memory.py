@@ -88,7 +88,11 @@ def test_options_that_cost_memory_show():
     plain = memory.estimate(make_run(), SHAPE, ONE, 'gpu')
     assert 'start policy' not in plain
     assert memory.estimate(make_run(**{'learner.kl_coef': 0.1}), SHAPE, ONE, 'gpu')['start policy'] > 0
-    assert 'rollout: hidden states' not in memory.estimate(make_run(**{'mismatch.every_steps': 0}), SHAPE, ONE, 'gpu')
+    never = {'mismatch.every_steps': 0, 'mismatch.floor_every_steps': 0}
+    assert 'rollout: hidden states' not in memory.estimate(make_run(**never), SHAPE, ONE, 'gpu')
+    adaptive = make_run(**{'schedule.kind': 'adaptive', 'controller.probes': 1})
+    assert memory.estimate(adaptive, SHAPE, ONE, 'gpu')['rollout: KV pool'] > plain['rollout: KV pool']
+    assert memory.estimate(adaptive, SHAPE, ONE, 'gpu', trains=False) == plain
     small_pool = memory.estimate(make_run(**{'rollout.pool_pages': 64}), SHAPE, ONE, 'gpu')
     assert small_pool['rollout: KV pool'] * 2 == plain['rollout: KV pool']
     kept = 'learner: kept activations'
@@ -152,7 +156,7 @@ def test_what_does_not_fit_is_an_error_with_the_parts_and_what_to_do():
         ),
         ({'learner.rows_per_microbatch': 512}, {}, 'rows_per_microbatch'),
         ({'rollout.slots': 4096, 'rollout.page_tokens': 8}, {'kv_heads': 1, 'd_model': 512}, 'every_steps=0'),
-        ({'learner.head_chunk_tokens': 1}, {'vocab_size': 100_000_000}, 'parallel.fsdp'),
+        ({'learner.head_chunk_tokens': 1, 'rollout.prefill_rows': 1}, {'vocab_size': 100_000_000}, 'parallel.fsdp'),
     ],
 )
 def test_the_advice_is_about_the_largest_part(changes, shape, words):

@@ -166,7 +166,7 @@ class Engine:
             )
         self.pages_per_sequence = rollout.pages_per_sequence
         self.pool_pages = rollout.pool_pages or (self.slots_per_shard + self.probes) * self.pages_per_sequence
-        self.rows_per_shard = -(-rollout.prefill_rows // self.shards)
+        self.rows_per_shard = min(-(-rollout.prefill_rows // self.shards), self.slots_per_shard)
         self.samples_per_row = min(rollout.samples_per_prompt, self.slots_per_shard)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
         # Fewer pages than all slots could fill: sequences may have to leave for a while.
