@@ -49,7 +49,7 @@ def run_adaptively(mesh: tuple[int, int, int]) -> dict:
         'late': counter.late,
         'tokens': [response.tokens.tolist() for response in responses],
         'sequences': adapted.controller.counts.sequences_Z.tolist(),
-        'measured': adapted.tail.tokens_Z.tolist(),
+        'measured': adapted.controller.counts.tokens_Z.tolist(),
         'copies': [shard.data.tolist() for shard in histogram.addressable_shards],
     }
 
