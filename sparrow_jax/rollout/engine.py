@@ -165,12 +165,12 @@ class Engine:
                 f'{self.slots_per_shard} slots, and some go without; raise rollout.slots'
             )
         self.pages_per_sequence = rollout.pages_per_sequence
-        self.pool_pages = rollout.pool_pages or (self.slots_per_shard + self.probes) * self.pages_per_sequence
+        most_pages = (self.slots_per_shard + self.probes) * self.pages_per_sequence  # that all slots can fill
+        self.pool_pages = rollout.pool_pages or most_pages
         self.rows_per_shard = min(-(-rollout.prefill_rows // self.shards), self.slots_per_shard)
         self.samples_per_row = min(rollout.samples_per_prompt, self.slots_per_shard)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
-        # Fewer pages than all slots could fill: sequences may have to leave for a while.
-        self.may_park = self.pool_pages < (self.slots_per_shard + self.probes) * self.pages_per_sequence
+        self.may_park = self.pool_pages < most_pages  # sequences may have to leave for a while
         self.parks = 0
         self.kernels, self.why_kernels = self._kernels()
         _, why_selection = schedule.policy.implementation(self.kernels)
