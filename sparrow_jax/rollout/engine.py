@@ -31,8 +31,10 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
 from sparrow_jax.rollout.decode import Prompts, SamplerStatics, SamplingValues, decode_segment, prefill
+from sparrow_jax.rollout.fused_step import why_unfused
+from sparrow_jax.rollout.harvest import Harvest, Response, cut_row
 from sparrow_jax.rollout.offload import Offload, Parked
-from sparrow_jax.rollout.pool import Pool, Request, Row
+from sparrow_jax.rollout.pool import Request, Row
 from sparrow_jax.rollout.probes import measure
 from sparrow_jax.rollout.sampling import sample_keys
 from sparrow_jax.rollout.scheduler import Layout, Scheduler
@@ -47,32 +49,25 @@ WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
-class Response:
-    """One sampled response of T tokens, the end token included.
+class Progress:
+    """How far a call of `generate` is.
 
     Attributes:
-        tokens: int32 [T].
-        logp: float32 [T], actor log-prob of each token at the sampling temperature.
-        pages_read: int32 [T], pages that a sparse layer read when the token was drawn; 0 for the first, which the dense
-            prefill draws.
-        hidden: [T, D] final hidden state each token was drawn from, or None.
-        finish_reason: 'stop' (an end token, also as the last token that fits) or 'length'.
+        finished, total: responses.
+        tokens: sampled so far.
+        running: sequences that hold a slot, parked: that wait in host memory for one, parks: how often one has left.
+        pages: of all shards' pools that hold a sequence.
+        prefill_s: seconds that the encoding of prompts took so far.
     """
-
-    tokens: np.ndarray
-    logp: np.ndarray
-    pages_read: np.ndarray
-    hidden: np.ndarray | None
-    finish_reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a call of `generate` is: responses finished, of how many, and tokens sampled so far."""
 
     finished: int
     total: int
     tokens: int
+    running: int
+    parked: int
+    parks: int
+    pages: int
+    prefill_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +169,8 @@ class Engine:
         self.parks = 0
         self.kernels, self.why_kernels = self._kernels()
         _, why_selection = schedule.policy.implementation(self.kernels)
-        self.why_kernels += f'; {why_selection}' if why_selection else ''
+        unfused = self._why_unfused()
+        self.why_kernels += ''.join(f'; {reason}' for reason in (why_selection, unfused) if reason)
         self._statics = SamplerStatics(
             page_tokens=rollout.page_tokens,
             max_pages=self.pages_per_sequence if may_widen else schedule.most_pages(self.pages_per_sequence),
@@ -186,6 +182,7 @@ class Engine:
             prefill_attention=best_implementation(compute_dtype),
             policy=schedule.policy,
             kernels=self.kernels,
+            fused=self.kernels.platform == 'gpu' and not unfused,
             truncate=False,
         )
         self._functions: dict[tuple, Any] = {}
@@ -222,8 +219,8 @@ class Engine:
                 prompts = self._prompt_arrays([[] for _ in range(self.shards)], length)
                 cache, slots = self._prefill(sampling)(weights, cache, slots, prompts, values)
             cache, slots = self._segment(sampling)(weights, cache, slots, values)
-            if sampling.keep_hidden:
-                self._row(slots.hidden_BTD, 0)
+            self._cut()(slots, 0)
+            self._mark()(slots.count_B)
             if self.probing and sampling.sparse:
                 controller = self._renew()(self.widened(self.start_controller()))
                 controller = self._close()(controller, self._probes())
@@ -329,7 +326,8 @@ class Engine:
         keys = self._request_keys(requests, run_key, step)
         scheduler = Scheduler(requests, keys, self._layout(probes=self.probes if controller is not None else 0))
         parked: dict[int, Parked] = {}
-        responses: dict[int, Response] = {}
+        harvest = Harvest(self._cut())
+        prefill_s = 0.0
         streamed: dict[int, int] = {}
         while scheduler.busy:
             for row in scheduler.make_room():
@@ -340,14 +338,20 @@ class Engine:
             for old, row in scheduler.come_back():
                 place = row.slot, scheduler.probe_of(row.slot), *scheduler.filled_pages(row)
                 cache, slots = self._offload().restore(cache, slots, parked.pop(old.index), *place)
+            began, encoded = time.perf_counter(), None
             for groups in scheduler.begin():
                 longest = max(len(rows[0].request.prompt_ids) for shard in groups for rows in shard)
                 length = next(n for n in self.prefill_lengths if n >= longest)
                 cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(groups, length), values)
+                encoded = self._mark()(slots.count_B)
             if scheduler.tables_changed:
                 slots = self._set_tables(slots, scheduler.table_BN, scheduler.probe_table_PN)
                 scheduler.tables_changed = False
             cache, slots = run_segment(weights, cache, slots, values)
+            if encoded is not None:
+                jax.block_until_ready(encoded)
+                prefill_s += time.perf_counter() - began
+            harvest.read()
             if controller is not None:
                 jax.block_until_ready(slots.active_B)
                 began = time.perf_counter()
@@ -357,20 +361,31 @@ class Engine:
                 values = dataclasses.replace(values, budget_bins=self._budgets()(controller))
                 jax.block_until_ready(values.budget_bins)
                 probe_s += time.perf_counter() - began
-            count_B = np.asarray(slots.count_B)
+            count_B, active_B, stopped_B = jax.device_get((slots.count_B, slots.active_B, slots.stopped_B))
             if on_tokens:
                 tokens_BT = np.asarray(slots.tokens_BT)
                 for slot, row in scheduler.pool.running.items():
                     on_tokens(row.index, tokens_BT[slot, streamed.get(row.index, 0) : count_B[slot]])
                     streamed[row.index] = int(count_B[slot])
             scheduler.advance(count_B)
-            responses |= self._harvest(slots, scheduler.pool)
+            for slot in [slot for slot in scheduler.pool.running if not active_B[slot]]:
+                row = scheduler.pool.release(slot)
+                harvest.take(slots, row, int(count_B[slot]), bool(stopped_B[slot]))
             if on_progress:
-                tokens = sum(len(response.tokens) for response in responses.values())
-                tokens += sum(int(count_B[slot]) for slot in scheduler.pool.running)
-                on_progress(Progress(len(responses), len(requests), tokens))
+                running = scheduler.pool.running
+                progress = Progress(
+                    finished=len(harvest),
+                    total=len(requests),
+                    tokens=harvest.tokens + scheduler.drawn_tokens,
+                    running=len(running),
+                    parked=len(scheduler.parked),
+                    parks=scheduler.parks,
+                    pages=scheduler.pool.taken_pages,
+                    prefill_s=prefill_s,
+                )
+                on_progress(progress)
         self.parks += scheduler.parks
-        found = [responses[i] for i in range(len(requests))]
+        found = harvest.responses(range(len(requests)))
         if controller is None:
             return found, None
         controller = self._close()(controller, self._probes())
@@ -420,6 +435,14 @@ class Engine:
         if kernels.platform not in (None, here) and not kernels.interpreted:
             raise ConfigError(f'rollout.kernels={asked}: this machine has a {here}; set it to auto or reference')
         return kernels, 'as configured'
+
+    def _why_unfused(self) -> str | None:
+        """Why kernels run no more than the attention of decode steps, where they could run all."""
+        if self.kernels.platform != 'gpu':
+            return None
+        if self.schedule.policy.implementation(self.kernels)[1]:
+            return 'landmarks other than means are not written by the fused kernels'
+        return why_unfused(self.shape, self.slots_per_shard, self.dtype)
 
     # ------------------------------------------------------------------ compiled functions
 
@@ -478,18 +501,23 @@ class Engine:
         most_pages = tuple(self.most_budgets().tolist())
         function = functools.partial(measure, self.graphdef, statics, probing.control, most_pages, meshes.BATCH_AXES)
         build = lambda: self._sharded(function, (WHOLE, WHOLE), (WHOLE,))
-        return self._compiled(('measure', statics), build)
+        return self._compiled(('measure', statics, probing.control), build)
 
     def _renew(self) -> Callable[[Controller], Controller]:
-        assert self.probing
-        renew = functools.partial(controllers.renew, control=self.probing.control)
-        return self._compiled(('renew',), lambda: self._whole(renew))
+        return self._compiled(('renew',), lambda: self._whole(controllers.renew))
 
     def _budgets(self) -> Callable[[Controller], jax.Array]:
         return self._compiled(('budgets',), lambda: self._whole(controllers.budgets))
 
     def _close(self) -> Callable[[Controller, np.ndarray], Controller]:
         return self._compiled(('close',), lambda: self._whole(controllers.close))
+
+    def _cut(self) -> Callable[[Slots, int], dict[str, jax.Array]]:
+        return self._compiled(('cut',), lambda: self._whole(cut_row))
+
+    def _mark(self) -> Callable[[jax.Array], jax.Array]:
+        """A copy that is there once what made its argument has run: the argument itself is donated to the next call."""
+        return self._compiled(('mark',), lambda: jax.jit(jnp.copy))
 
     def _probes(self, only: int | None = None) -> np.ndarray:
         """bool: one of the probes of all shards, or every one."""
@@ -520,10 +548,6 @@ class Engine:
         if key not in self._functions:
             self._functions[key] = build()
         return self._functions[key]
-
-    def _row(self, hidden_BTD: jax.Array, slot: int) -> jax.Array:
-        build = lambda: jax.jit(lambda array, i: jax.lax.dynamic_index_in_dim(array, i, keepdims=False))
-        return self._compiled(('row',), build)(hidden_BTD, slot)
 
     # ------------------------------------------------------------------ host side of the loop
 
@@ -561,26 +585,6 @@ class Engine:
         padded[: len(numbers)] = numbers
         blocks = [self._keys(run_key, step, block[:, 0], block[:, 1]) for block in padded.reshape(-1, KEY_BLOCK, 2)]
         return np.concatenate([np.zeros((0, 2), np.uint32), *map(np.asarray, blocks)])[: len(numbers)]
-
-    def _harvest(self, slots: Slots, pool: Pool) -> dict[int, Response]:
-        """The responses of the slots that have finished, by request index; gives slots and pages back."""
-        active_B = np.asarray(slots.active_B)
-        finished = [slot for slot in pool.running if not active_B[slot]]
-        if not finished:
-            return {}
-        count_B, stopped_B = np.asarray(slots.count_B), np.asarray(slots.stopped_B)
-        tokens_BT, logp_BT, pages_BT = map(np.asarray, (slots.tokens_BT, slots.logp_BT, slots.pages_read_BT))
-        responses = {}
-        for slot in finished:
-            n = int(count_B[slot])
-            responses[pool.release(slot).index] = Response(
-                tokens=tokens_BT[slot, :n].copy(),
-                logp=logp_BT[slot, :n].copy(),
-                pages_read=pages_BT[slot, :n].copy(),
-                hidden=np.asarray(self._row(slots.hidden_BTD, slot))[:n] if slots.hidden_BTD.shape[2] else None,
-                finish_reason='stop' if stopped_B[slot] else 'length',
-            )
-        return responses
 
     def _prompt_arrays(self, groups: list[list[list[Row]]], length: int) -> Prompts:
         """One row a prompt, the groups of each shard in its own rows."""

@@ -73,7 +73,7 @@ class Pool:
     """
 
     def __init__(self, shards: int, slots: int, pages: int, probes: int = 0):
-        self.slots_per_shard, self.probes = slots, probes
+        self.slots_per_shard, self.probes, self.pages = slots, probes, shards * pages
         even = {(i * slots) // probes: i for i in range(probes)}
         others = iter(range(probes, slots))
         order = [even[i] if i in even else next(others) for i in range(slots)]
@@ -129,6 +129,11 @@ class Pool:
 
     def is_probe(self, slot: int) -> bool:
         return slot % self.slots_per_shard < self.probes
+
+    @property
+    def taken_pages(self) -> int:
+        """Of all shards."""
+        return self.pages - sum(map(len, self.free_pages))
 
     def release(self, slot: int) -> Row:
         """Takes back a finished slot and the pages that nobody else reads; returns what ran there."""

@@ -76,6 +76,7 @@ class Scheduler:
         A row still has its slot and pages when it is yielded, and no longer when the next one is asked for.
         """
         for row in sorted(self.pool.running.values(), key=lambda row: row.index):
+            before = len(row.pages)
             while row.slot in self.pool.running and not self.pool.grow(row, self._pages(row.index)):
                 shard = row.slot // self.layout.slots
                 neighbours = [r for r in self.pool.running.values() if r.slot // self.layout.slots == shard]
@@ -85,7 +86,7 @@ class Scheduler:
                 self.parked[youngest.index] = youngest
                 self.parks += 1
             if row.slot in self.pool.running:
-                self._write_tables(row)
+                self._extend_tables(row, before)
 
     def come_back(self) -> Iterator[tuple[Row, Row]]:
         """Yields (where it was, where it goes on) of the parked sequences that there is room for, oldest first."""
@@ -130,6 +131,12 @@ class Scheduler:
         for slot, row in self.pool.running.items():
             self._cached[row.index] = len(row.request.prompt_ids) + int(count_B[slot]) - 1
 
+    @property
+    def drawn_tokens(self) -> int:
+        """Response tokens of the sequences that have begun and not finished."""
+        rows = (*self.pool.running.values(), *self.parked.values())
+        return sum(self._cached[row.index] - len(row.request.prompt_ids) + 1 for row in rows)
+
     def filled_pages(self, row: Row) -> tuple[list[int], list[int]]:
         """Pages of its cache, and of its dense cache, that hold tokens, as they are numbered in the pool of all shards.
         The dense cache's are those behind the shared ones.
@@ -168,14 +175,25 @@ class Scheduler:
         return samples, len(prompt_ids) // self.layout.page_tokens
 
     def _write_tables(self, row: Row) -> None:
-        for table, place, pages in (
-            (self.table_BN, row.slot, row.pages),
-            (self.probe_table_PN, self.probe_of(row.slot), row.probe_pages),
-        ):
-            if pages:
-                # The whole row, as prefill writes it: what an earlier sequence has left there would look up to date.
-                whole = row.prefix.pages + pages
-                whole += [0] * (table.shape[1] - len(whole))
-                if not np.array_equal(table[place], whole):
-                    table[place] = whole
-                    self.tables_changed = True
+        """The whole rows, as prefill writes them: what an earlier sequence has left there would look up to date."""
+        for table, place, pages in self._tables(row):
+            whole = row.prefix.pages + pages
+            whole += [0] * (table.shape[1] - len(whole))
+            if not np.array_equal(table[place], whole):
+                table[place] = whole
+                self.tables_changed = True
+
+    def _extend_tables(self, row: Row, before: int) -> None:
+        """The pages that a running row has got behind its first `before` own ones. Rows are thousands of pages long."""
+        first = len(row.prefix.pages) + before
+        for table, place, pages in self._tables(row):
+            if len(pages) > before:
+                table[place, first : first + len(pages) - before] = pages[before:]
+                self.tables_changed = True
+
+    def _tables(self, row: Row) -> list[tuple[np.ndarray, int, list[int]]]:
+        """The table of the sequence, and a probe's second one, with the row in it and its own pages."""
+        tables = [(self.table_BN, row.slot, row.pages)]
+        if row.probe_pages:
+            tables.append((self.probe_table_PN, self.probe_of(row.slot), row.probe_pages))
+        return tables
