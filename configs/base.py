@@ -76,7 +76,8 @@ def get_config() -> ConfigDict:
     c.rollout.max_prompt_tokens = 2048  # longer prompts are counted and skipped
     c.rollout.max_response_tokens = 8192
     c.rollout.page_tokens = 16  # tokens of one KV page; a power of two from 8 to 128
-    c.rollout.pool_pages = 0  # pages of the KV pool per data shard; 0 = enough for every slot at its longest
+    # Pages of the KV pool per data shard; 0 = enough for every slot at its longest, or what an accelerator has left.
+    c.rollout.pool_pages = 0
     c.rollout.temperature = 1.0
     c.rollout.segment_steps = 64  # decode steps of one jitted call
     c.rollout.prefill_rows = 8  # prompts encoded by one prefill call

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from sparrow_jax import memory
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError, ControllerConfig, RunConfig
+from sparrow_jax.console import notice_once
 from sparrow_jax.learner.learner import LearnerState
 from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
 from sparrow_jax.models.shape import DecoderShape
@@ -36,7 +37,7 @@ class Parts:
     """What all commands share.
 
     Attributes:
-        run: the configuration.
+        run: the configuration, with the pages of the pool where memory decides them.
         mesh: of all devices.
         shape: of the decoder.
         encoder: prompts and answers, text to ids and back.
@@ -120,6 +121,12 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
             f'the tokenizer has {len(encoder.tokenizer)} tokens, the model an embedding of {shape.vocab_size}: '
             'tokenizer.path and model.path belong to different models'
         )
+    if samples:
+        device = jax.local_devices()[0]
+        available = memory.available_bytes(device)
+        run, note = memory.fit_pool(run, shape, mesh.shape, available, device.platform, trains=trains)
+        if note:
+            notice_once(note)
     parts = memory.check_fits(run, shape, mesh.shape, trains=trains, samples=samples)
     learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **_dtypes(run))
     sampler_graph, _ = abstract_decoder(shape, remat=False, **_dtypes(run))

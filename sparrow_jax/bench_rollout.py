@@ -4,43 +4,37 @@ Decode speed of the dense and of the sparse sampler, in one run: milliseconds of
 tokens and pages read, beside the time that reading the bytes takes at best, and what the parts of a step take alone.
 Weights of the model's shape and everything in the cache are random; no checkpoint, tokenizer or data is read. The
 figures go to a JSON file, which is written anew after every row.
+
+With --lengths=FILE.json it times one whole rollout instead, responses with forced lengths by one of the samplers
+(--modes=sparse or --modes=dense): see `sparrow_jax.whole_rollout`.
 """
 
 import dataclasses
-import functools
 import json
-import math
 import os
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import flags
-from flax import nnx
-from jax.sharding import Mesh
 
-from pallas_kernels.bench import CEILING, LEAST_BANDWIDTH, read_bandwidth, why_no_file
+from pallas_kernels.bench import CEILING, why_no_file
 from sparrow_jax import commands, memory
-from sparrow_jax.assembly import model_shape
+from sparrow_jax.bench_setup import Setup, dense_schedule, make_setup, measured_facts, mode_of, model_name, start
 from sparrow_jax.config import ConfigError, RolloutConfig, RunConfig
 from sparrow_jax.console import Console
-from sparrow_jax.models.decoder import abstract_decoder, init_decoder
-from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.rollout.step_times import FullSlots, StepParts, segment_end, step_seconds
-from sparrow_jax.sparsity.cost import decode_step_bytes
-from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, load_schedule
+from sparrow_jax.sparsity.schedules import Schedule
+from sparrow_jax.step_reads import step_bytes, weight_bytes
+from sparrow_jax.whole_rollout import bench_whole_rollout
 from sparrow_jax.workdir import write_atomically
 
 MODES = ('dense', 'sparse')
 # Where the flags are left out and the configuration has room for them.
 USUAL_SLOTS, USUAL_CACHED_TOKENS, USUAL_PAGES_READ = (16, 32), (16_384, 30_720), (64, 256)
-GIGABYTES, CPU_GIGABYTES = 8, 1e-4  # read to measure the bandwidth; on a CPU it means nothing
 DEVICE_MEMORY = '0.95'  # share of a GPU that JAX takes: the pool may need more than its default, three quarters
 BREAKDOWN = ('attention', 'select', 'matmuls', 'sampling', 'cache_write', 'other')
 TABLE = '{:>5} {:>7} {:>6} {:>5} {:>8} {:>9} {:>8} {:>5} {:>5} {:>7} ' + ' {:>6}' * len(BREAKDOWN)
@@ -63,78 +57,60 @@ class Grid:
         return len(self.slots) * len(self.cached_tokens) * sum(of_mode[mode] for mode in self.modes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What all cases share: the configuration, the decoder, the mesh, and a schedule with the reserved pages and dense
-    layers that the configuration names."""
+def step_rollout(setup: Setup, slots: int, cached_tokens: int) -> RolloutConfig:
+    """Of the sampler with a pool for so many slots, each at so many tokens and a segment's further ones."""
+    r = setup.run.rollout
+    pages = -(-segment_end(cached_tokens, r.segment_steps) // r.page_tokens)
+    per_shard = -(-slots // meshes.batch_shards(setup.mesh))
+    return dataclasses.replace(r, slots=slots, pool_pages=per_shard * pages)
 
-    run: RunConfig
-    shape: DecoderShape
-    mesh: Mesh
-    schedule: Schedule
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.run.model.compute_dtype)
+def step_schedules(setup: Setup, grid: Grid) -> list[Schedule]:
+    """The dense one first: the others are compared with it."""
+    any_length = dataclasses.replace(setup.schedule, bin_width_tokens=_longest_tokens(setup) + 1)
+    found = [dense_schedule(any_length)] if 'dense' in grid.modes else []
+    if 'sparse' in grid.modes:
+        for pages in grid.pages_read:
+            budget = max(pages - setup.schedule.reserved_pages, 0)
+            found.append(dataclasses.replace(any_length, kind='fixed', budget_pages=(budget,)))
+    return found
 
-    @property
-    def longest_tokens(self) -> int:
-        return self.run.rollout.max_prompt_tokens + self.run.rollout.max_response_tokens
 
-    @functools.cached_property
-    def decoder(self) -> tuple[nnx.GraphDef, nnx.State]:
-        """Its structure, and its weights without numbers."""
-        return abstract_decoder(self.shape, param_dtype=self.dtype, compute_dtype=self.dtype)
-
-    def rollout(self, slots: int, cached_tokens: int) -> RolloutConfig:
-        """Of the sampler with a pool for so many slots, each at so many tokens and a segment's further ones."""
-        r = self.run.rollout
-        pages = -(-segment_end(cached_tokens, r.segment_steps) // r.page_tokens)
-        per_shard = -(-slots // meshes.batch_shards(self.mesh))
-        return dataclasses.replace(r, slots=slots, pool_pages=per_shard * pages)
-
-    def engine(self, rollout: RolloutConfig, schedule: Schedule) -> Engine:
-        never = self.shape.vocab_size  # as end token: it is never drawn
-        return Engine(self.decoder[0], self.shape, self.mesh, rollout, schedule, (never,), self.dtype.name)
-
-    def any_engine(self, grid: Grid) -> Engine:
-        """For what is the same in all of them."""
-        return self.engine(self.rollout(grid.slots[0], grid.cached_tokens[0]), self.schedules(grid)[0])
-
-    def schedules(self, grid: Grid) -> list[Schedule]:
-        """The dense one first: the others are compared with it."""
-        any_length = dataclasses.replace(self.schedule, bin_width_tokens=self.longest_tokens + 1)
-        found = []
-        if 'dense' in grid.modes:
-            found.append(dataclasses.replace(any_length, kind='dense', budget_pages=(EVERY_PAGE,)))
-        if 'sparse' in grid.modes:
-            for pages in grid.pages_read:
-                budget = max(pages - self.schedule.reserved_pages, 0)
-                found.append(dataclasses.replace(any_length, kind='fixed', budget_pages=(budget,)))
-        return found
+def any_engine(setup: Setup, grid: Grid) -> Engine:
+    """For what is the same in all of them."""
+    return setup.engine(step_rollout(setup, grid.slots[0], grid.cached_tokens[0]), step_schedules(setup, grid)[0])
 
 
 def bench_rollout(
-    run: RunConfig, workdir: str, slots: str, cached_tokens: str, modes: str, pages_read: str, out: str
+    run: RunConfig,
+    workdir: str,
+    slots: str,
+    cached_tokens: str,
+    modes: str,
+    pages_read: str,
+    lengths: str,
+    beside: str,
+    out: str,
 ) -> int:
-    """Measures every case and writes the figures; returns the exit code."""
+    """Measures every case, or one whole rollout, and writes the figures; returns the exit code."""
     if workdir:
         raise ConfigError(f'--workdir={workdir}: this command takes none; --out names its file')
-    setup = _setup(run)
+    setup = make_setup(run)
+    if lengths:
+        for flag, value in (('cached_tokens', cached_tokens), ('pages_read', pages_read)):
+            if value:
+                raise ConfigError(f'--{flag}={value}: is for single steps; with --lengths leave it out')
+        return bench_whole_rollout(setup, lengths, _numbers('slots', slots), _modes(modes), beside, Path(out))
+    if beside:
+        raise ConfigError(f'--beside={beside}: compares whole rollouts; give --lengths, too')
     grid = read_grid(setup, slots, cached_tokens, modes, pages_read)
     _check_memory(setup, grid)
     if why_not := why_no_file(Path(out)):
         raise ConfigError(f'--out={out}: {why_not}')
     with Console() as console:
         console.status('measuring the read bandwidth')
-        facts = _facts(setup, grid)
-        console.start('Decode speed', {name: facts[name] for name in ('model', 'device', 'jax', 'kernels')})
-        if not facts['valid']:
-            console.warn(f'the read bandwidth is {facts["read_bandwidth_tb_s"]:.2f} TB/s: this run is NOT VALID')
-        if jax.devices()[0].platform == 'cpu':
-            console.warn('on a CPU the speeds mean nothing; this run shows that the command works')
-        elif 'H200' not in facts['device']:
-            console.warn(f'the limit is that of an H200, {facts["limit_tb_s"]} TB/s')
+        facts = measured_facts(setup, any_engine(setup, grid))
+        start(console, 'Decode speed', facts)
         console.message(TABLE.format(*HEADER, *BREAKDOWN_HEADER))
         rows: list[dict[str, Any]] = []
 
@@ -156,40 +132,25 @@ def measure(setup: Setup, grid: Grid, keep: Callable[[dict[str, Any]], None], te
         tell: called with what is being done.
     """
     tell('making weights')
-    weights = random_weights(setup, grid)
+    weights = setup.random_weights(any_engine(setup, grid))
     longest = max(grid.cached_tokens)
     for slots in grid.slots:
         tell(f'filling {slots} slots')
-        rollout = setup.rollout(slots, longest)
-        parts = [StepParts(setup.engine(rollout, schedule), weights) for schedule in setup.schedules(grid)]
+        rollout = step_rollout(setup, slots, longest)
+        parts = [StepParts(setup.engine(rollout, schedule), weights) for schedule in step_schedules(setup, grid)]
         full = FullSlots(parts[0].engine, segment_end(longest, rollout.segment_steps))
         tell('matmuls, sampling, cache writes')
         others = parts[0].others(full, grid.cached_tokens[0])
         for cached in grid.cached_tokens:
             dense_ms = None
             for part in parts:
-                tell(f'{slots} slots, {cached:,} tokens, {_mode(part.engine.schedule)}')
+                tell(f'{slots} slots, {cached:,} tokens, {mode_of(part.engine.schedule)}')
                 seconds = step_seconds(part.engine, weights, full, cached)
                 times = {'step': seconds, **part.reading(full, cached), **others}
-                row = _row(setup, part.engine, cached, full.landmark_width, times, dense_ms)
+                row = _row(setup, part.engine, cached, times, dense_ms)
                 dense_ms = row['ms_per_step'] if row['mode'] == 'dense' else dense_ms
                 keep(row)
         del parts, full  # the pool, before the next one
-
-
-def random_weights(setup: Setup, grid: Grid) -> nnx.State:
-    """Random weights in the compute dtype, made where the sampler wants them."""
-    engine = setup.any_engine(grid)
-    options = {'param_dtype': setup.dtype, 'compute_dtype': setup.dtype}
-    return jax.jit(lambda: engine.weights(init_decoder(setup.shape, setup.run.seed, **options)[1]))()
-
-
-def weight_bytes(setup: Setup) -> int:
-    """Bytes of the weights that a device reads in every step: all but the rows of the embedding, if it is no head."""
-    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(setup.decoder[1]))
-    if not setup.shape.tie_embeddings:
-        total -= setup.shape.vocab_size * setup.shape.d_model * setup.dtype.itemsize
-    return total // setup.mesh.shape['tensor']
 
 
 def read_grid(setup: Setup, slots: str, cached_tokens: str, modes: str, pages_read: str) -> Grid:
@@ -199,7 +160,7 @@ def read_grid(setup: Setup, slots: str, cached_tokens: str, modes: str, pages_re
         ConfigError: no numbers, an unknown mode, or sizes that the configuration does not hold.
     """
     r, shards = setup.run.rollout, meshes.batch_shards(setup.mesh)
-    longest, reserved = setup.longest_tokens, setup.schedule.reserved_pages
+    longest, reserved = _longest_tokens(setup), setup.schedule.reserved_pages
     least, most = (r.segment_steps + 1) // 2, longest - r.segment_steps // 2
     grid = Grid(
         slots=_numbers('slots', slots)
@@ -237,18 +198,10 @@ def read_grid(setup: Setup, slots: str, cached_tokens: str, modes: str, pages_re
     return dataclasses.replace(grid, pages_read=read)
 
 
-def _setup(run: RunConfig) -> Setup:
-    model = run.model
-    if model.shape.vocab_size and not model.random_weights:  # a published shape: its checkpoint is not needed
-        model = dataclasses.replace(model, random_weights=True)
-    shape = model_shape(dataclasses.replace(run, model=model))
-    return Setup(run, shape, meshes.make_mesh(run.parallel), load_schedule(run.schedule, run.rollout, shape.layers))
-
-
 def _check_memory(setup: Setup, grid: Grid) -> None:
     """Raises ConfigError where the largest case needs more than a device has."""
     slots, cached = max(grid.slots), max(grid.cached_tokens)
-    parts = _memory(setup, slots, cached)
+    parts = setup.memory(step_rollout(setup, slots, cached))
     available, needed = memory.available_bytes(jax.local_devices()[0]), sum(parts.values())
     if available is not None and needed > (1 - memory.HEADROOM) * available:
         listed = ', '.join(f'{name} {memory.show_bytes(size)}' for name, size in parts.items())
@@ -259,70 +212,10 @@ def _check_memory(setup: Setup, grid: Grid) -> None:
         )
 
 
-def _memory(setup: Setup, slots: int, cached_tokens: int) -> dict[str, int]:
-    """Estimated bytes on each device by what holds them: no learner, and no hidden states are kept."""
-    run = dataclasses.replace(
-        setup.run,
-        rollout=setup.rollout(slots, cached_tokens),
-        schedule=dataclasses.replace(setup.run.schedule, kind='fixed'),
-        mismatch=dataclasses.replace(setup.run.mismatch, every_steps=0),
-    )
-    parts = memory.estimate(run, setup.shape, setup.mesh.shape, jax.devices()[0].platform)
-    kept = lambda name: name == 'sampler weights' or name.startswith('rollout: ')
-    return {name.removeprefix('rollout: '): size for name, size in parts.items() if kept(name)}
-
-
-def _facts(setup: Setup, grid: Grid) -> dict[str, Any]:
-    """What holds for all rows; measures the read bandwidth."""
-    engine, device = setup.any_engine(grid), jax.devices()[0]
-    free = memory.available_bytes(device) or math.inf
-    bandwidth = read_bandwidth(CPU_GIGABYTES if device.platform == 'cpu' else min(GIGABYTES, free / 4e9))
-    return {
-        'model': _model(setup.shape),
-        'device': device.device_kind,
-        'devices': jax.device_count(),
-        'jax': jax.__version__,
-        'kernels': f'{engine.kernels} ({engine.why_kernels})',
-        'read_bandwidth_tb_s': bandwidth / 1e12,
-        'valid': bandwidth >= LEAST_BANDWIDTH or 'H200' not in device.device_kind,
-        'limit_tb_s': CEILING / 1e12,
-        'compute_dtype': setup.dtype.name,
-        'page_tokens': setup.run.rollout.page_tokens,
-        'segment_steps': setup.run.rollout.segment_steps,
-        'dense_layers': list(setup.schedule.dense_layers),
-        'reserved_pages': setup.schedule.reserved_pages,
-        'command': f'python -m sparrow_jax.bench_rollout {shlex.join(sys.argv[1:])}',
-    }
-
-
-def _pages_read(schedule: Schedule, cached_tokens: int) -> int:
-    """By a dense layer of the dense sampler, by a sparse layer of the sparse one."""
-    pages = -(-cached_tokens // schedule.page_tokens)
-    return pages if schedule.kind == 'dense' else min(schedule.budget_pages[0] + schedule.reserved_pages, pages)
-
-
-def _step_bytes(setup: Setup, engine: Engine, cached_tokens: int, landmark_width: int) -> int:
-    """Bytes that one device has to read in a step."""
-    shape, tensor = setup.shape, setup.mesh.shape['tensor']
-    return decode_step_bytes(
-        engine.schedule,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads // tensor if shape.kv_heads % tensor == 0 else shape.kv_heads,
-        head_dim=shape.head_dim,
-        landmark_width=landmark_width,
-        value_bytes=setup.dtype.itemsize,
-        weight_bytes=weight_bytes(setup),
-        sequences=engine.slots_per_shard,
-        length_tokens=cached_tokens,
-        pages_read=_pages_read(engine.schedule, cached_tokens),
-    )
-
-
 def _row(
     setup: Setup,
     engine: Engine,
     cached_tokens: int,
-    landmark_width: int,
     seconds: Mapping[str, float],
     dense_ms: float | None,
 ) -> dict[str, Any]:
@@ -332,17 +225,26 @@ def _row(
         seconds: of the 'step' and of its parts.
         dense_ms: of the dense sampler at the same slots and length, where it was measured before.
     """
-    step_s, size = seconds['step'], _step_bytes(setup, engine, cached_tokens, landmark_width)
+    step_s, schedule, tensor = seconds['step'], engine.schedule, setup.mesh.shape['tensor']
+    size = step_bytes(
+        setup.shape,
+        schedule,
+        setup.dtype,
+        sequences=engine.slots_per_shard,
+        length_tokens=cached_tokens,
+        weight_bytes=weight_bytes(setup.shape, setup.dtype, tensor),
+        tensor=tensor,
+    )
     breakdown = {name: seconds[name] for name in BREAKDOWN if name != 'other'}
     breakdown['other'] = step_s - sum(breakdown.values())
-    if engine.schedule.kind == 'dense':
+    if schedule.kind == 'dense':
         dense_ms = step_s * 1e3
     return {
-        'model': _model(setup.shape),
+        'model': model_name(setup.shape),
         'slots': engine.rollout.slots,
         'cached_tokens': cached_tokens,
-        'mode': _mode(engine.schedule),
-        'pages_read': _pages_read(engine.schedule, cached_tokens),
+        'mode': mode_of(schedule),
+        'pages_read': schedule.pages_read(cached_tokens),
         'ms_per_step': step_s * 1e3,
         'tokens_per_s': engine.rollout.slots / step_s,
         'limit_ms': size / CEILING * 1e3,
@@ -351,6 +253,10 @@ def _row(
         'speedup_over_dense': dense_ms / (step_s * 1e3) if dense_ms else None,
         'breakdown_ms': {name: value * 1e3 for name, value in breakdown.items()},
     }
+
+
+def _longest_tokens(setup: Setup) -> int:
+    return setup.run.rollout.max_prompt_tokens + setup.run.rollout.max_response_tokens
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -369,16 +275,6 @@ def _line(row: Mapping[str, Any]) -> str:
         '-' if speedup is None else f'{speedup:.2f}',
         *(f'{row["breakdown_ms"][name]:.3g}' for name in BREAKDOWN),
     )
-
-
-def _mode(schedule: Schedule) -> str:
-    return 'dense' if schedule.kind == 'dense' else 'sparse'
-
-
-def _model(shape: DecoderShape) -> str:
-    """Family and parameters, 'qwen3 1.72B'."""
-    count = shape.parameter_count()
-    return f'{shape.family} {count / 1e9:.2f}B' if count >= 1e9 else f'{shape.family} {count / 1e6:.2f}M'
 
 
 def _modes(text: str) -> tuple[str, ...]:
@@ -402,6 +298,8 @@ def _flags(values: flags.FlagValues) -> None:
     string('cached_tokens', '', 'of each sequence, e.g. 16384,30720; by default these, or what the config has room for')
     string('modes', 'dense,sparse', 'samplers')
     string('pages_read', '', 'by a sparse layer, reserved ones included, e.g. 64,256; by default these, or half of all')
+    string('lengths', '', 'whole rollouts instead of single steps: JSON file of forced response lengths')
+    string('beside', '', 'with --lengths: the figures of the other sampler, to be compared with')
     string('out', 'bench_rollout.json', 'file for the figures')
 
 

@@ -5,6 +5,7 @@ fit ends in its first second with the parts that are too large, instead of an al
 sequence. The estimate counts what grows with the configuration; XLA's own scratch is covered by `HEADROOM`.
 """
 
+import dataclasses
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,10 +64,9 @@ def estimate(
         parts['start policy'] = cut_weights * master
 
     slots = -(-r.slots // shards)
-    N, C = r.pages_per_sequence, r.page_tokens
-    probes = run.controller.probes if trains and run.phase == 'rl' and run.schedule.kind == 'adaptive' else 0
+    N, probes = r.pages_per_sequence, _probes(run, trains)
     pool_pages = r.pool_pages or (slots + probes) * N
-    parts['rollout: KV pool'] = L * K * pool_pages * 2 * C * A * compute
+    parts['rollout: KV pool'] = pool_pages * page_bytes(run, shape, tensor)
     landmark_width = SelectionPolicy(run.schedule.policy).landmark_width(A)
     parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
     if run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0:
@@ -94,6 +94,60 @@ def estimate(
     parts['learner: one layer'] = (2 * layer if remat else layer // 2) + gathered
     parts['learner: logits'] = 3 * min(le.head_chunk_tokens, tokens) * _cut(V, tensor) * 4
     return parts
+
+
+def page_bytes(run: RunConfig, shape: DecoderShape, tensor: int) -> int:
+    """Bytes that one page of the pool takes on a device, over all layers."""
+    K = _cut(shape.kv_heads, tensor)
+    compute = jnp.dtype(run.model.compute_dtype).itemsize
+    return shape.layers * K * 2 * run.rollout.page_tokens * shape.head_dim * compute
+
+
+def fit_pool(
+    run: RunConfig,
+    shape: DecoderShape,
+    mesh_sizes: Mapping[str, int],
+    available: int | None,
+    platform: str,
+    *,
+    trains: bool = True,
+    keeps_parameters: bool = True,
+) -> tuple[RunConfig, str]:
+    """Where `rollout.pool_pages` = 0 asks for a larger pool than there is room for, gives it the room that there is.
+
+    Not on a CPU: what is free there changes by the minute, and with it would a run.
+
+    Args:
+        run, shape, mesh_sizes, platform, trains: as in `estimate`.
+        available: bytes of a device; None where it is unknown, then nothing changes.
+        keeps_parameters: whether the learner's weights are there beside the sampler's.
+    Returns:
+        The run, and a sentence for the console where the pool has been set.
+    Raises:
+        ConfigError: there is no room for one longest sequence.
+    """
+    if run.rollout.pool_pages or available is None or platform == 'cpu':
+        return run, ''
+    parts = estimate(run, shape, mesh_sizes, platform, trains=trains)
+    unused = (() if trains else _OF_TRAINING) + (() if keeps_parameters else ('parameters',))
+    others = {name: size for name, size in parts.items() if not name.startswith((*unused, 'learner: '))}
+    whole, of_page = others.pop('rollout: KV pool'), page_bytes(run, shape, mesh_sizes['tensor'])
+    pages = int((1 - HEADROOM) * available - sum(others.values())) // of_page
+    if pages * of_page >= whole:
+        return run, ''
+    least = run.rollout.pages_per_sequence * (2 if _probes(run, trains) else 1)
+    if pages < least:
+        raise ConfigError(
+            f'rollout.pool_pages=0: of the {show_bytes(available)} on each device ({HEADROOM:.0%} of them left to the '
+            f'compiler) the pool could have {max(pages, 0)} pages, one longest sequence needs {least}; beside it '
+            f'stand:\n{table(others)}\n'
+            'Set rollout.slots or rollout.max_response_tokens lower, or parallel.tensor higher.'
+        )
+    note = (
+        f'rollout.pool_pages=0: the pool takes the memory that is left, {pages:,} pages on each device '
+        f'({pages * run.rollout.page_tokens:,} tokens); all slots at their longest would fill {whole // of_page:,}'
+    )
+    return dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, pool_pages=pages)), note
 
 
 def peak_bytes(parts: Mapping[str, int]) -> int:
@@ -183,6 +237,10 @@ def show_bytes(size: float) -> str:
         if size < 1024 or suffix == _KIB_SUFFIXES[-1]:
             break
     return f'{size:,.1f} {suffix}'
+
+
+def _probes(run: RunConfig, trains: bool) -> int:
+    return run.controller.probes if trains and run.phase == 'rl' and run.schedule.kind == 'adaptive' else 0
 
 
 def _cut(size: int, tensor: int) -> int:

@@ -92,8 +92,6 @@ def pretended(monkeypatch):
         measured = 0
 
     class Full:
-        landmark_width = 128
-
         def __init__(self, engine, longest_tokens):
             assert engine.pool_pages * engine.rollout.page_tokens >= engine.slots_per_shard * longest_tokens
 
@@ -105,7 +103,7 @@ def pretended(monkeypatch):
 
     others = {'matmuls': 3e-4, 'sampling': 1e-4, 'cache_write': 5e-5}
     monkeypatch.setattr(bench_rollout.memory, 'available_bytes', lambda _: None)
-    monkeypatch.setattr(bench_rollout, 'random_weights', lambda *_: None)
+    monkeypatch.setattr(bench_rollout.Setup, 'random_weights', lambda *_: None)
     monkeypatch.setattr(bench_rollout, 'FullSlots', Full)
     monkeypatch.setattr(bench_rollout, 'step_seconds', step_seconds)
     monkeypatch.setattr(bench_rollout.StepParts, 'others', lambda *_: others)
@@ -167,13 +165,13 @@ def test_an_interrupted_run_keeps_what_it_has(pretended, tmp_path):
 
 
 def test_an_embedding_that_is_no_head_is_not_read():
-    setup = bench_rollout._setup(resolve(qwen3_8b.get_config('')))
-    tied = dataclasses.replace(setup, shape=dataclasses.replace(setup.shape, tie_embeddings=True))
-    assert bench_rollout.weight_bytes(setup) == bench_rollout.weight_bytes(tied)
+    setup = bench_rollout.make_setup(resolve(qwen3_8b.get_config('')))
+    tied = dataclasses.replace(setup.shape, tie_embeddings=True)
+    assert bench_rollout.weight_bytes(setup.shape, setup.dtype) == bench_rollout.weight_bytes(tied, setup.dtype)
 
 
 def test_without_flags_the_usual_cases_that_the_configuration_has_room_for():
-    setup = bench_rollout._setup(resolve(qwen3_8b.get_config('')))
+    setup = bench_rollout.make_setup(resolve(qwen3_8b.get_config('')))
     assert bench_rollout.read_grid(setup, '', '', 'sparse,dense', '') == bench_rollout.Grid(
         (16, 32), (16_384, 30_720), ('dense', 'sparse'), (64, 256)
     )
@@ -193,6 +191,7 @@ MISTAKES = {
     '--out={tmp}': 'Is a directory',
     '--out={tmp}/file/bench.json': 'File exists|Not a directory',
     '--workdir=w': 'this command takes none',
+    '--beside=dense.json': 'give --lengths, too',
 }
 
 

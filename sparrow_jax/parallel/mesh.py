@@ -18,19 +18,24 @@ LEARNER_RULES = {'vocab': 'tensor', 'embed': 'fsdp', 'heads': 'tensor', 'kv_head
 SAMPLER_RULES = {**LEARNER_RULES, 'embed': None}  # the sampler's weights are whole on every fsdp shard
 
 
-def make_mesh(config: ParallelConfig) -> Mesh:
-    """A mesh over all devices. Raises ConfigError when the axis sizes do not multiply to their number."""
-    devices = jax.devices()
+def axis_sizes(config: ParallelConfig, devices: int) -> dict[str, int]:
+    """Axis to size, for so many devices. Raises ConfigError when the sizes do not multiply to their number."""
     sizes = [config.data, config.fsdp, config.tensor]
     if sizes.count(-1) > 1:
         raise ConfigError('parallel: only one axis can be -1 (all remaining devices)')
     known = int(np.prod([s for s in sizes if s != -1]))
-    if -1 in sizes and len(devices) % known == 0:
-        sizes[sizes.index(-1)] = len(devices) // known
-    if int(np.prod(sizes)) != len(devices):
+    if -1 in sizes and devices % known == 0:
+        sizes[sizes.index(-1)] = devices // known
+    if int(np.prod(sizes)) != devices:
         axes = ', '.join(f'parallel.{axis}={size}' for axis, size in zip(AXES, sizes, strict=True))
-        raise ConfigError(f'{axes}: must multiply to the {len(devices)} devices here')
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+        raise ConfigError(f'{axes}: must multiply to the {devices} devices here')
+    return dict(zip(AXES, sizes, strict=True))
+
+
+def make_mesh(config: ParallelConfig) -> Mesh:
+    """A mesh over all devices. Raises ConfigError when the axis sizes do not multiply to their number."""
+    sizes = axis_sizes(config, len(jax.devices()))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -55,8 +55,9 @@ class Progress:
     Attributes:
         finished, total: responses.
         tokens: sampled so far.
-        running: sequences that hold a slot, parked: that wait in host memory for one, parks: how often one has left.
-        pages: of all shards' pools that hold a sequence.
+        running: sequences that held a slot in the segment, parked: that waited in host memory for one, parks: how
+            often one has left so far.
+        pages: of all shards' pools that held a sequence.
         prefill_s: seconds that the encoding of prompts took so far.
     """
 
@@ -231,6 +232,7 @@ class Engine:
             if self.may_park:
                 cache, slots = self._offload().warm_up(cache, slots)
             jax.block_until_ready(slots.active_B)
+            del cache, slots  # there is room for one pool, and the next way of sampling makes its own
         self._request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
 
     def generate(
@@ -368,19 +370,19 @@ class Engine:
                     on_tokens(row.index, tokens_BT[slot, streamed.get(row.index, 0) : count_B[slot]])
                     streamed[row.index] = int(count_B[slot])
             scheduler.advance(count_B)
+            running, pages = len(scheduler.pool.running), scheduler.pool.taken_pages
             for slot in [slot for slot in scheduler.pool.running if not active_B[slot]]:
                 row = scheduler.pool.release(slot)
                 harvest.take(slots, row, int(count_B[slot]), bool(stopped_B[slot]))
             if on_progress:
-                running = scheduler.pool.running
                 progress = Progress(
                     finished=len(harvest),
                     total=len(requests),
                     tokens=harvest.tokens + scheduler.drawn_tokens,
-                    running=len(running),
+                    running=running,
                     parked=len(scheduler.parked),
                     parks=scheduler.parks,
-                    pages=scheduler.pool.taken_pages,
+                    pages=pages,
                     prefill_s=prefill_s,
                 )
                 on_progress(progress)

@@ -66,6 +66,12 @@ class Schedule:
         bins = -(-pages_per_sequence * self.page_tokens // self.bin_width_tokens)
         return min(pages_per_sequence, max(self.budget_pages[: max(bins, 1)]) + self.reserved_pages)
 
+    def pages_read(self, length_tokens: int) -> int:
+        """By a sparse layer (a dense sampler's: by every layer) at so many cached tokens, the current one included."""
+        pages = -(-length_tokens // self.page_tokens)
+        budget = self.budget_pages[min(length_tokens // self.bin_width_tokens, len(self.budget_pages) - 1)]
+        return pages if self.kind == 'dense' else min(budget + self.reserved_pages, pages)
+
     def widened(self, times: int) -> 'Schedule':
         """With every budget doubled so many times."""
         wider = tuple(min(max(pages, 1) << times, EVERY_PAGE) for pages in self.budget_pages)

@@ -1,0 +1,351 @@
+"""A whole rollout beside its roofline: the engine as a training run uses it, with random weights and forced lengths.
+
+    python -m sparrow_jax.bench_rollout --config=configs/X.py --lengths=FILE.json --modes=sparse --slots=96
+
+The file says how many tokens each response has (`scripts/make_rollout_lengths.py` makes such files). No token ends a
+response here, each request has its length as its limit. The engine does not look ahead: it takes the requests in the
+file's order and learns of an end when it comes. Prompts are random; lengths of prompts and responses replace
+`rollout.max_prompt_tokens` and `rollout.max_response_tokens`; every prompt has one sample; hidden states are not kept.
+
+The roofline is the time of reading all bytes once (`step_reads.rollout_reads`) at the bandwidth that attention reads
+reach. The clock starts after everything is compiled and stops when all responses are on the host.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.bench import CEILING, why_no_file
+from sparrow_jax import memory
+from sparrow_jax.bench_setup import Setup, dense_schedule, measured_facts, mode_of, start
+from sparrow_jax.config import ConfigError, RolloutConfig
+from sparrow_jax.console import Console
+from sparrow_jax.json_files import read_object
+from sparrow_jax.metrics import CompileCounter
+from sparrow_jax.occupancy_plot import plot_occupancy
+from sparrow_jax.rollout.engine import Engine, Progress
+from sparrow_jax.rollout.pool import Request
+from sparrow_jax.rollout.step_times import sampling_of
+from sparrow_jax.sparsity.schedules import Schedule
+from sparrow_jax.step_reads import RolloutReads, rollout_reads
+from sparrow_jax.workdir import write_atomically
+
+WRITE_EVERY_S = 20.0  # a run that is killed leaves what it had measured until then
+PLOTS = ('.png', '.svg')
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """What a file of forced lengths says.
+
+    Attributes:
+        prompt_tokens: of every prompt.
+        response_tokens: of each response, in the order of the requests.
+    """
+
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.prompt_tokens + max(self.response_tokens)
+
+
+class Occupancy:
+    """What the slots and the pool were doing at the end of each segment."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, Progress]] = []
+        self.began = time.perf_counter()
+
+    def add(self, progress: Progress) -> None:
+        self.rows.append((time.perf_counter() - self.began, progress))
+
+    def series(self) -> dict[str, list[float]]:
+        """Seconds since the start, and of each of them: sequences in slots and parked, pages, tokens so far."""
+        names = ('running', 'parked', 'pages', 'tokens')
+        return {
+            'time_s': [round(seconds, 3) for seconds, _ in self.rows],
+            **{name: [getattr(progress, name) for _, progress in self.rows] for name in names},
+        }
+
+
+def bench_whole_rollout(
+    setup: Setup, lengths_file: str, slots: tuple[int, ...], modes: tuple[str, ...], beside: str, out: Path
+) -> int:
+    """Times one rollout and writes figures and plots; returns the exit code.
+
+    Args:
+        setup: configuration and decoder.
+        lengths_file: of forced lengths.
+        slots: one number, or none for that of the configuration.
+        modes: one of 'dense' and 'sparse'.
+        beside: figures of the other sampler for the same lengths, or ''.
+        out: JSON file for the figures; the plots go beside it.
+
+    Raises:
+        ConfigError: flags, files and configuration do not fit each other, or memory does not suffice.
+    """
+    schedule = _schedule(setup, modes)
+    lengths = read_lengths(lengths_file)
+    if lengths.longest_tokens > setup.shape.max_positions:
+        raise ConfigError(
+            f'--lengths={lengths_file}: its longest prompt and response have {lengths.longest_tokens} tokens, the '
+            f'model knows {setup.shape.max_positions} positions'
+        )
+    rollout, note = _rollout(setup, lengths, slots)
+    other = read_beside(beside, lengths, mode_of(schedule)) if beside else None
+    for file in (out, *(out.with_suffix(suffix) for suffix in PLOTS)):
+        if why_not := why_no_file(file):
+            raise ConfigError(f'--out={out}: {file.name}: {why_not}')
+    with Console() as console:
+        console.status('measuring the read bandwidth')
+        engine = setup.engine(rollout, schedule)
+        facts = measured_facts(setup, engine) | _facts(engine, schedule, lengths, lengths_file)
+        start(console, f'Whole rollout, {mode_of(schedule)}', facts)
+        if note:
+            console.notice_once(note)
+        reads = rollout_reads(
+            setup.shape,
+            schedule,
+            setup.dtype,
+            prompt_tokens=lengths.prompt_tokens,
+            response_tokens=lengths.response_tokens,
+            slots=rollout.slots,
+        )
+        facts |= _roofline(reads)
+
+        def write(measured: dict[str, Any]) -> None:
+            write_atomically(out, json.dumps(facts | measured) + '\n')
+
+        figures = facts | measure(setup, engine, lengths, console.status, write)
+        figures['fraction_of_roofline'] = figures['roofline_s'] / figures['seconds']
+        if other:
+            figures['beside'] = compared(figures, other, beside)
+        write(figures)
+        for suffix in PLOTS:
+            plot_occupancy([figures, *([other] if other else [])], out.with_suffix(suffix))
+        if figures['compiled_late']:
+            console.warn(f'compiled after warm-up: {", ".join(figures["compiled_late"])}')
+        console.finish('Whole rollout', _shown(figures, out))
+    return 0
+
+
+def measure(
+    setup: Setup,
+    engine: Engine,
+    lengths: Lengths,
+    status: Callable[..., None],
+    write: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Runs the rollout.
+
+    Args:
+        status: shows how far it is.
+        write: called now and then with what is known so far.
+
+    Returns:
+        Fields of the result: seconds, tokens/s, occupancy.
+
+    Raises:
+        RuntimeError: a response has not the length that was asked for.
+    """
+    status('making weights')
+    weights = setup.random_weights(engine)
+    sampling, requests = sampling_of(engine), forced_requests(lengths, setup.shape.vocab_size, setup.run.seed)
+    jax.block_until_ready(weights)
+    began = time.perf_counter()
+    engine.warm_up(weights, [sampling], lambda what: status(f'compiling the {what}'))
+    compile_s = time.perf_counter() - began
+    occupancy, written_s = Occupancy(), 0.0
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal written_s
+        occupancy.add(progress)
+        status('sampling', done=progress.finished, total=progress.total, unit='responses')
+        seconds = occupancy.rows[-1][0]
+        if seconds - written_s > WRITE_EVERY_S:
+            written_s = seconds
+            tokens = {'tokens': progress.tokens, 'seconds': seconds}
+            write({'complete': False, 'compile_s': compile_s, **tokens, 'occupancy': occupancy.series()})
+
+    with CompileCounter() as compiles:
+        compiles.warmed_up()
+        occupancy.began = time.perf_counter()
+        responses = engine.generate(
+            weights,
+            requests,
+            run_key=jax.random.key(setup.run.seed),
+            step=0,
+            sampling=sampling,
+            on_progress=on_progress,
+        )
+        seconds = time.perf_counter() - occupancy.began
+        late = list(compiles.late)
+    drawn = tuple(len(response.tokens) for response in responses)
+    if drawn != lengths.response_tokens:
+        raise RuntimeError('a response has another length than the file says')
+    last = occupancy.rows[-1][1]
+    return {
+        'complete': True,
+        'tokens': sum(drawn),
+        'seconds': seconds,
+        'tokens_per_s': sum(drawn) / seconds,
+        'compile_s': compile_s,
+        'compiled_late': late,
+        'prefill_s': last.prefill_s,
+        'decode_s': seconds - last.prefill_s,
+        'steps': len(occupancy.rows) * engine.rollout.segment_steps,
+        'parks': last.parks,
+        'occupancy': occupancy.series(),
+    }
+
+
+def forced_requests(lengths: Lengths, vocab_size: int, seed: int) -> list[Request]:
+    """Random prompts, each with its response's length as the limit."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(0, vocab_size, (len(lengths.response_tokens), lengths.prompt_tokens))
+    return [
+        Request(prompt.tolist(), number, 0, limit)
+        for number, (prompt, limit) in enumerate(zip(prompts, lengths.response_tokens, strict=True))
+    ]
+
+
+def read_lengths(file: str) -> Lengths:
+    """Raises ConfigError where the file is missing or holds something else than lengths."""
+    raw = read_object(Path(file), f'--lengths={file}')
+    for field in ('prompt_tokens', 'response_tokens'):
+        if field not in raw:
+            raise ConfigError(f'--lengths={file}: field {field} is missing')
+    is_count = lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0
+    prompt, responses = raw['prompt_tokens'], raw['response_tokens']
+    if not is_count(prompt):
+        raise ConfigError(f'--lengths={file}: prompt_tokens={prompt!r} must be a positive integer')
+    if not isinstance(responses, list) or not responses or not all(map(is_count, responses)):
+        raise ConfigError(f'--lengths={file}: response_tokens must be a list of positive integers')
+    return Lengths(prompt, tuple(responses))
+
+
+def read_beside(file: str, lengths: Lengths, mode: str) -> dict[str, Any]:
+    """Figures of the other sampler.
+
+    Raises:
+        ConfigError: not such a file, an unfinished run, the same sampler, or other lengths.
+    """
+    other = read_object(Path(file), f'--beside={file}')
+    if not other.get('complete') or 'roofline_s' not in other:
+        raise ConfigError(f'--beside={file}: holds no finished run of --lengths')
+    if other['mode'] == mode:
+        raise ConfigError(f'--beside={file}: is of the {mode} sampler, too; give the other one')
+    if (other['prompt_tokens'], tuple(other['response_tokens'])) != (lengths.prompt_tokens, lengths.response_tokens):
+        raise ConfigError(f'--beside={file}: was measured with other lengths')
+    return other
+
+
+def compared(figures: Mapping[str, Any], other: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """How much faster the sparse sampler is than the dense one, and how much it would be if both read all at best."""
+    dense, sparse = (figures, other) if figures['mode'] == 'dense' else (other, figures)
+    return {
+        'file': file,
+        'mode': other['mode'],
+        'slots': other['slots'],
+        'device': other['device'],
+        'seconds': other['seconds'],
+        'speedup': dense['seconds'] / sparse['seconds'],
+        'roofline_speedup': dense['roofline_s'] / sparse['roofline_s'],
+    }
+
+
+def _schedule(setup: Setup, modes: tuple[str, ...]) -> Schedule:
+    if len(modes) != 1:
+        raise ConfigError(f'--modes={",".join(modes)}: a whole rollout is of one sampler; give dense or sparse')
+    if modes == ('dense',):
+        return dense_schedule(setup.schedule)
+    if setup.schedule.kind in ('dense', 'adaptive'):
+        raise ConfigError(
+            f'schedule.kind={setup.schedule.kind!r}: --modes=sparse needs fixed budgets here; '
+            'set it to published, fixed or file'
+        )
+    return setup.schedule
+
+
+def _rollout(setup: Setup, lengths: Lengths, slots: tuple[int, ...]) -> tuple[RolloutConfig, str]:
+    """The sampler's sizes, and what to say of its pool."""
+    if len(slots) > 1 or any(n < 1 for n in slots):
+        raise ConfigError(f'--slots={",".join(map(str, slots))}: must be one positive number with --lengths')
+    if setup.mesh.size > 1:
+        raise ConfigError(f'--lengths: a whole rollout is timed on one device, {setup.mesh.size} are visible')
+    rollout = dataclasses.replace(
+        setup.run.rollout,
+        slots=slots[0] if slots else setup.run.rollout.slots,
+        samples_per_prompt=1,
+        max_prompt_tokens=lengths.prompt_tokens,
+        max_response_tokens=max(lengths.response_tokens),
+    )
+    if 0 < rollout.pool_pages < rollout.pages_per_sequence:
+        raise ConfigError(
+            f'rollout.pool_pages={rollout.pool_pages}: cannot hold the longest sequence of --lengths, which needs '
+            f'{rollout.pages_per_sequence} pages; set it to 0'
+        )
+    device, shape = jax.local_devices()[0], setup.shape
+    available = memory.available_bytes(device)
+    asked = setup.sampling_run(rollout)
+    options: dict[str, Any] = {'trains': False, 'keeps_parameters': False}
+    fitted, note = memory.fit_pool(asked, shape, setup.mesh.shape, available, device.platform, **options)
+    parts = setup.memory(fitted.rollout)
+    needed = sum(parts.values())
+    if available is not None and needed > (1 - memory.HEADROOM) * available:
+        raise ConfigError(
+            f'--slots={rollout.slots}: needs about {memory.show_bytes(needed)}, but only '
+            f'{memory.show_bytes(available)} are available ({memory.HEADROOM:.0%} of them left to the compiler):\n'
+            f'{memory.table(parts)}\nGive fewer slots, or set rollout.pool_pages lower'
+        )
+    return fitted.rollout, note
+
+
+def _facts(engine: Engine, schedule: Schedule, lengths: Lengths, file: str) -> dict[str, Any]:
+    return {
+        'mode': mode_of(schedule),
+        'schedule': schedule.kind,
+        'budget_pages': list(schedule.budget_pages),
+        'bin_width_tokens': schedule.bin_width_tokens,
+        'slots': engine.rollout.slots,
+        'pool_pages': engine.pool_pages,
+        'lengths': file,
+        'prompt_tokens': lengths.prompt_tokens,
+        'response_tokens': list(lengths.response_tokens),
+    }
+
+
+def _roofline(reads: RolloutReads) -> dict[str, Any]:
+    return {
+        'roofline_s': reads.total_bytes / CEILING,
+        'roofline': {
+            'cache_bytes': reads.cache_bytes,
+            'steps': reads.steps,
+            'weight_bytes_of_a_step': reads.weight_bytes,
+            'bytes_per_s': CEILING,
+        },
+    }
+
+
+def _shown(figures: Mapping[str, Any], out: Path) -> dict[str, str]:
+    seconds, roofline_s = figures['seconds'], figures['roofline_s']
+    facts = {
+        'tokens': f'{figures["tokens"]:,} in {seconds:,.1f} s, {figures["tokens_per_s"]:,.0f} tokens/s',
+        'roofline': f'{roofline_s:,.4g} s, of which this is {figures["fraction_of_roofline"]:.1%}',
+        'parts': f'prefill {figures["prefill_s"]:.1f} s, decode {figures["decode_s"]:,.1f} s; '
+        f'compiled before, in {figures["compile_s"]:.1f} s',
+        'steps': f'{figures["steps"]:,}, at best {figures["roofline"]["steps"]:,}',
+        'parked': f'{figures["parks"]} times',
+    }
+    if 'beside' in figures:
+        beside = figures['beside']
+        facts['sparse over dense'] = f'{beside["speedup"]:.2f} times, at best {beside["roofline_speedup"]:.2f}'
+    return facts | {'written': ', '.join(str(out.with_suffix(suffix)) for suffix in (out.suffix, *PLOTS))}
