@@ -6,6 +6,7 @@ sequence. The estimate counts what grows with the configuration; XLA's own scrat
 """
 
 import dataclasses
+import math
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.rollout.cache import make_slots
 from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
 
 HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and what is not counted
@@ -71,6 +73,7 @@ def estimate(
     parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
     if run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
+    parts['rollout: slots'] = _slot_bytes(run, shape, slots)
     first_tokens = min(-(-r.prefill_rows // shards), slots) * min(r.samples_per_prompt, slots)
     parts['rollout: logits'] = 3 * max(slots, first_tokens) * V * 4
     if probes:
@@ -237,6 +240,22 @@ def show_bytes(size: float) -> str:
         if size < 1024 or suffix == _KIB_SUFFIXES[-1]:
             break
     return f'{size:,.1f} {suffix}'
+
+
+def _slot_bytes(run: RunConfig, shape: DecoderShape, slots: int) -> int:
+    """Of the arrays over slots: page tables, tokens, log-probs and what else is recorded of each token."""
+    r = run.rollout
+    make = lambda: make_slots(
+        slots=slots,
+        pages_per_sequence=r.pages_per_sequence,
+        max_response_tokens=r.max_response_tokens,
+        kept_hidden_size=0,
+        probes=0,
+        segment_steps=r.segment_steps,
+        hidden_size=shape.d_model,
+        dtype=jnp.dtype(run.model.compute_dtype),
+    )
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(jax.eval_shape(make)))
 
 
 def _probes(run: RunConfig, trains: bool) -> int:

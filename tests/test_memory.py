@@ -186,3 +186,65 @@ def test_this_machine_tells_its_memory():
 )
 def test_sizes_are_shown_in_binary_units(size, text):
     assert memory.show_bytes(size) == text
+
+
+def fitted(available, platform='gpu', trains=True, **changes):
+    run = make_run(**changes)
+    return run, *memory.fit_pool(run, SHAPE, ONE, available, platform, trains=trains)
+
+
+def test_a_pool_that_is_not_given_takes_what_is_left():
+    """Of half of what the run needs, with nothing but the pool to give: as many pages as fit, and not one more."""
+    parts = memory.estimate(make_run(), SHAPE, ONE, 'gpu')
+    of_page = memory.page_bytes(make_run(), SHAPE, 1)
+    assert parts['rollout: KV pool'] == 8 * 16 * of_page
+    others = sum(size for name, size in parts.items() if not name.startswith(('learner', 'rollout: KV pool')))
+    available = int((others + 40.5 * of_page) / (1 - memory.HEADROOM))
+    _, run, note = fitted(available)
+    assert run.rollout.pool_pages == 40
+    assert '40 pages on each device (640 tokens); all slots at their longest would fill 128' in note
+    again = memory.fit_pool(run, SHAPE, ONE, available, 'gpu')
+    assert again == (run, '')
+
+
+def test_a_pool_that_fits_is_left_alone():
+    for available, platform, changes in (
+        (2**40, 'gpu', {}),
+        (None, 'gpu', {}),
+        (1000, 'cpu', {}),  # its free memory changes by the minute
+        (1000, 'gpu', {'rollout.pool_pages': 100}),
+    ):
+        given, run, note = fitted(available, platform, **changes)
+        assert run is given
+        assert note == ''
+
+
+def test_no_room_for_a_longest_sequence_is_an_error_at_start():
+    parts = memory.estimate(make_run(), SHAPE, ONE, 'gpu', trains=False)
+    others = sum(size for name, size in parts.items() if name.startswith('rollout: ') and 'pool' not in name)
+    others += parts['parameters'] + parts['sampler weights']
+    room = lambda pages: int((others + (pages + 0.5) * memory.page_bytes(make_run(), SHAPE, 1)) / (1 - memory.HEADROOM))
+    assert fitted(room(16), trains=False)[1].rollout.pool_pages == 16
+    with pytest.raises(
+        ConfigError, match=r'pool_pages=0: .* could have 15 pages, one longest sequence needs 16; beside'
+    ):
+        fitted(room(15), trains=False)
+
+
+def test_a_probe_needs_room_for_both_its_caches():
+    adaptive = {'schedule.kind': 'adaptive', 'controller.probes': 1}
+    parts = memory.estimate(make_run(**adaptive), SHAPE, ONE, 'gpu')
+    others = sum(size for name, size in parts.items() if not name.startswith(('learner', 'rollout: KV pool')))
+    available = int((others + 31.5 * memory.page_bytes(make_run(), SHAPE, 1)) / (1 - memory.HEADROOM))
+    with pytest.raises(ConfigError, match='31 pages, one longest sequence needs 32'):
+        fitted(available, **adaptive)
+
+
+def test_the_sampler_is_built_with_the_pool_that_was_found(monkeypatch, capsys):
+    from sparrow_jax import assembly, commands
+
+    run = resolve(commands.load_config('configs/tiny.py:smoke'))
+    smaller = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, pool_pages=40))
+    monkeypatch.setattr(memory, 'fit_pool', lambda *_, **__: (smaller, 'the pool takes what is left'))
+    assert assembly.assemble(run, trains=False).engine().pool_pages == 40
+    assert 'note: the pool takes what is left' in capsys.readouterr().err

@@ -31,3 +31,18 @@ def test_the_compiled_segment_copies_no_pool(small_pool):
         assert f'{shape}{{' in compiled.as_text()
         made = [line for line in compiled.as_text().splitlines() if f' = {shape}' in line]
         assert not [line for line in made if ' copy' in line]
+
+
+def test_warming_up_several_ways_of_sampling_holds_one_pool_at_a_time(small_pool, monkeypatch):
+    engine, sampling = small_pool.engine, Sampling(1.0)
+    shape = engine._fresh(False)()[0].pages[0].shape
+    count = lambda: sum(array.shape == shape for array in jax.live_arrays())
+    before, held, fresh = count(), [], engine._fresh
+
+    def counted(keep_hidden):
+        held.append(count() - before)
+        return fresh(keep_hidden)
+
+    monkeypatch.setattr(engine, '_fresh', counted)
+    engine.warm_up(small_pool.weights, [sampling, sampling])
+    assert held == [0, 0]

@@ -1,0 +1,84 @@
+"""Accelerators as the cost model knows them: memory, the speed at which a decode step reads it, time lost per layer.
+
+What was measured says so in `source`; the rest is from data sheets and from the nearest chip that was measured.
+"""
+
+import dataclasses
+import os
+
+from pallas_kernels.bench import CEILING
+
+# Of a decode step, beyond reading its bytes: Qwen3-1.7B, 16 sequences, 32K tokens cached, 64 pages read, 28 layers;
+# 3.79 ms measured, 2.61 ms at best. Dense layers were not measured apart and are taken to lose as much.
+H200_LAYER_OVERHEAD_S = 42e-6
+H200_DATASHEET, H100_DATASHEET, V5P_DATASHEET, V6E_DATASHEET = 4.8e12, 3.35e12, 2.765e12, 1.638e12  # bytes a second
+TPU_SHARE = 0.86  # of the data sheet's bandwidth, that dense ragged paged attention reaches (arXiv 2604.15464)
+GPU_MEMORY_SHARE = 0.75  # that JAX takes unless told otherwise
+_SHARE_SETTINGS = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator.
+
+    Attributes:
+        platform: 'gpu' or 'tpu'.
+        memory_bytes: that it has.
+        read_bytes_per_s: that attention over the paged cache reaches at best.
+        dense_layer_overhead_s, sparse_layer_overhead_s: seconds of a decode step that a layer takes beyond that.
+        source: where the numbers come from.
+    """
+
+    platform: str
+    memory_bytes: int
+    read_bytes_per_s: float
+    dense_layer_overhead_s: float
+    sparse_layer_overhead_s: float
+    source: str
+
+    @property
+    def available_bytes(self) -> int:
+        """What JAX would take of it here."""
+        share = next((os.environ[name] for name in _SHARE_SETTINGS if name in os.environ), GPU_MEMORY_SHARE)
+        return int(self.memory_bytes * float(share)) if self.platform == 'gpu' else self.memory_bytes
+
+    def step_seconds(self, read_bytes: int, dense_layers: int, sparse_layers: int) -> float:
+        """Of a decode step that reads so many bytes."""
+        overhead = dense_layers * self.dense_layer_overhead_s + sparse_layers * self.sparse_layer_overhead_s
+        return read_bytes / self.read_bytes_per_s + overhead
+
+
+CHIPS = {
+    'h200': Chip(
+        'gpu',
+        139 << 30,
+        CEILING,
+        H200_LAYER_OVERHEAD_S,
+        H200_LAYER_OVERHEAD_S,
+        'bandwidth and time lost per layer measured',
+    ),
+    'h100': Chip(
+        'gpu',
+        79 << 30,
+        CEILING / H200_DATASHEET * H100_DATASHEET,
+        H200_LAYER_OVERHEAD_S,
+        H200_LAYER_OVERHEAD_S,
+        "data sheet of the SXM form, at the share of its bandwidth that an H200 reaches; an H200's time per layer",
+    ),
+    'v5p': Chip(
+        'tpu',
+        95_000_000_000,
+        TPU_SHARE * V5P_DATASHEET,
+        H200_LAYER_OVERHEAD_S,
+        H200_LAYER_OVERHEAD_S,
+        "data sheet and published share of its bandwidth; an H200's time per layer, none was measured on a TPU",
+    ),
+    'v6e': Chip(
+        'tpu',
+        32_000_000_000,
+        TPU_SHARE * V6E_DATASHEET,
+        H200_LAYER_OVERHEAD_S,
+        H200_LAYER_OVERHEAD_S,
+        "data sheet and published share of its bandwidth; an H200's time per layer, none was measured on a TPU",
+    ),
+}
