@@ -106,9 +106,9 @@ def get_config() -> ConfigDict:
     c.controller = ConfigDict()
     c.controller.target_p05 = 0.86  # exact alpha that the 5th percentile of every length bin is held at
     c.controller.probes = 4  # slots of each data shard that the dense policy follows
-    c.controller.min_count = 2000  # measured tokens of a bin before its budget moves
+    c.controller.min_count = 2000  # tokens of a bin that make one measurement, after which its budget moves
     c.controller.urgent_count = 500  # as few are enough to raise it, where p05 is below the target with confidence
-    c.controller.tolerance = 0.01  # distance of p05 from the target that moves nothing
+    c.controller.tolerance = 0.01  # a bin at its largest budget may miss the target by so much before the log says so
     c.controller.least_pages = 1  # of a budget
     c.controller.most_pages = 0  # of a budget; 0 = as many as a sequence has
 

@@ -6,13 +6,13 @@ large is read.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -26,7 +26,7 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.engine import Engine, Probing
-from sparrow_jax.sparsity.controller import Control
+from sparrow_jax.sparsity.controller import Control, whole_pages
 from sparrow_jax.sparsity.schedules import Schedule, load_schedule
 from sparrow_jax.tasks.prompts import PromptEncoder
 from sparrow_jax.workdir import Workdir
@@ -221,8 +221,8 @@ def _arrived(parts: Parts, trained: RunConfig, facts: Mapping[str, Any]) -> Sche
             f'schedule.path={parts.run.schedule.path!r}: has length bins of {parts.schedule.bin_width_tokens} tokens, '
             f'the run has found its budgets with {facts["bin_width_tokens"]}'
         )
-    budgets = tuple(math.ceil(pages) for pages in facts['controller']['budget_Z'])
-    return dataclasses.replace(parts.schedule, budget_pages=budgets)
+    budgets = whole_pages(np.asarray(facts['controller']['budget_Z']))
+    return dataclasses.replace(parts.schedule, budget_pages=tuple(budgets.tolist()))
 
 
 def model_shape(run: RunConfig) -> DecoderShape:

@@ -7,7 +7,6 @@ so that a resumed run acts in the same step.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -32,9 +31,6 @@ class History:
     best: dict[str, float] = dataclasses.field(default_factory=dict)
     widened: int = 0
     dense: bool = False
-
-    def to_facts(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def judge(config: GuardConfig, history: History, metrics: Mapping[str, float]) -> str | None:

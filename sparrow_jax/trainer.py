@@ -153,7 +153,7 @@ class Trainer:
         facts: dict[str, Any] = {
             'position': dataclasses.asdict(self.position),
             'data': self.train_set.fingerprint,
-            'guard': self.guard.to_facts(),
+            'guard': dataclasses.asdict(self.guard),
         }
         if self.controller is not None:
             facts['controller'] = controllers.to_facts(self.controller)
@@ -455,7 +455,7 @@ class Trainer:
         if self.guard.dense:
             return dataclasses.replace(schedule, kind='dense')
         if self.controller is not None:
-            budgets = np.ceil(np.asarray(self.controller.budget_Z)).astype(int)
+            budgets = np.asarray(controllers.budgets(self.controller))
             return dataclasses.replace(schedule, budget_pages=tuple(budgets.tolist()))
         return schedule
 

@@ -63,5 +63,5 @@ def test_a_history_from_a_checkpoint_acts_in_the_same_step(cut):
     rows = [metrics(length=n) for n in (100, 200, 300, 150, 90, 50, 40)]
     history = History()
     first = reasons(rows[:cut], history=history)
-    again = History(**json.loads(json.dumps(history.to_facts())))
+    again = History(**json.loads(json.dumps(dataclasses.asdict(history))))
     assert first + reasons(rows[cut:], history=again) == reasons(rows)

@@ -67,7 +67,7 @@ def measure(
 
     seen = (alpha_PT, position_PT + 1, is_new_PT, (new_P > 0) & ~active_P)
     seen = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), seen)
-    controller, _ = move(count(controller, control, *seen), control, jnp.asarray(most_pages, jnp.int32))
+    controller = move(count(controller, control, *seen), control, jnp.asarray(most_pages, jnp.int32))
     return cache, dataclasses.replace(slots, probe_length_P=end_P), controller
 
 

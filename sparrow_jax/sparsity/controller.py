@@ -1,8 +1,8 @@
 """The controller: budgets that follow the measured tail of alpha, inside the jitted sampling loop.
 
 A few probe sequences are scored by the dense policy while they are being sampled. Their alphas are counted per bin of
-cached length (`count`), and a bin's budget moves once its tail is known well enough (`move`). All of it is arithmetic
-on small arrays: no host, no compilation, the same on every shard.
+cached length (`count`); enough of them are a measurement, from which follows what budgets are needed (`move`,
+`sparsity.belief`). All of it is arithmetic on small arrays: no host, no compilation, the same on every shard.
 
 Arrays over bins have the suffix Z, cells of the histogram X, probe slots P.
 """
@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparrow_jax.sparsity import belief as beliefs
+from sparrow_jax.sparsity.belief import Belief
 from sparrow_jax.sparsity.mismatch import TAIL
 
 _BIN_STATE = ('budget_Z', 'moves_Z', 'p05_Z')
 CELLS = 512  # of the histogram; one is 2.7% of 1 - alpha
 LEAST_GAP = 1e-6  # 1 - alpha below this counts as this
+LEAST_BUDGET = 0.5  # pages, as far as logarithms go
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +34,9 @@ class Control:
     Attributes:
         target: alpha that the 5th percentile of every bin is held at, exact scale.
         bin_width_tokens: cached tokens of a bin.
-        min_count: measured tokens of a bin before its budget moves.
-        urgent_count: as few are enough to raise the budget of a bin that is under the target with confidence.
-        tolerance: distance of p05 from the target that moves nothing.
-        eta: slope of budget ~ (1 - p05)^-eta at a fixed length (Sparrow's tables: 1.2 to 1.9).
-        damping: share of the way that a move goes, at small distances.
+        min_count: tokens of a bin that make a measurement.
+        urgent_count: as few do where the bin is under the target with confidence.
+        tolerance: below the target, within which a bin at its largest budget is not said to miss it.
         confidence: standard errors, with sequences as clusters, that count as certain.
         least_budget: pages.
     """
@@ -45,8 +46,6 @@ class Control:
     min_count: int
     urgent_count: int
     tolerance: float = 0.01
-    eta: float = 1.5
-    damping: float = 0.7
     confidence: float = 2.0
     least_budget: int = 1
 
@@ -60,13 +59,14 @@ class Control:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Counts:
-    """Measured tokens, all at the budgets in force; a change of a bin's budget empties the bin.
+    """Measured tokens that no budget has answered yet; a bin whose budget has is empty.
 
     `open_*` belong to sequences that are still being sampled; `pairs_Z3` are sums over finished sequences of n n, n k
     and k k, n being a sequence's tokens in the bin and k those below the target.
     """
 
     histogram_ZX: jax.Array  # int32 tokens, cells ascending in 1 - alpha
+    log_pages_Z: jax.Array  # float32 sum over them of log(budget in force)
     open_tokens_PZ: jax.Array  # int32
     open_below_PZ: jax.Array  # int32
     sequences_Z: jax.Array  # int32
@@ -80,9 +80,10 @@ class Counts:
 class Controller:
     """State of a run's controller; a checkpoint holds it."""
 
-    budget_Z: jax.Array  # float32 pages, ascending
+    budget_Z: jax.Array  # float32 pages, ascending: what is believed to hold the target
     moves_Z: jax.Array  # int32 times that each bin's budget in pages was changed
     p05_Z: jax.Array  # float32 as last known, by at least `urgent_count` tokens, at whatever budget; -1: never
+    belief: Belief
     counts: Counts
 
 
@@ -91,34 +92,41 @@ class Controller:
 class Tail:
     """What is known of each bin's tail.
 
-    p05_Z by the rule "lower", to the lower edge of its cell; NaN without tokens. under_Z, over_Z: more, or fewer,
-    tokens than a twentieth are below the target, with confidence; both False for fewer than two sequences.
+    p05_Z by the rule "lower", to the lower edge of its cell; NaN without tokens. below_Z: tokens below the target.
+    under_Z: they are more than a twentieth, with confidence; False for fewer than two sequences.
     """
 
     tokens_Z: jax.Array
     p05_Z: jax.Array
+    below_Z: jax.Array
     under_Z: jax.Array
-    over_Z: jax.Array
 
 
 def start(budget_pages: np.ndarray | jax.Array, probes: int) -> Controller:
     """A controller that begins with these budgets [bins], pages. probes: P, of all shards."""
     budget_Z = lax.cummax(jnp.asarray(budget_pages, jnp.float32))
     bins = budget_Z.shape[0]
-    return Controller(budget_Z, jnp.zeros(bins, jnp.int32), jnp.full(bins, -1, jnp.float32), _empty(bins, probes))
+    return Controller(
+        budget_Z,
+        jnp.zeros(bins, jnp.int32),
+        jnp.full(bins, -1, jnp.float32),
+        beliefs.first(bins, probes),
+        _empty(bins, probes),
+    )
 
 
-def renew(controller: Controller, control: Control) -> Controller:
-    """For the rollouts of the next policy: a bin whose tail is known is measured anew, the others go on counting."""
-    known_Z = controller.counts.histogram_ZX.sum(axis=1) >= control.min_count
-    return dataclasses.replace(controller, counts=_emptied(controller.counts, known_Z))
+def renew(controller: Controller) -> Controller:
+    """For the rollouts of the next policy: what is known is a little less certain. Counting goes on."""
+    probes = controller.counts.open_tokens_PZ.shape[0]
+    return dataclasses.replace(controller, belief=beliefs.aged(controller.belief, probes))
 
 
 def widen(controller: Controller, most_Z: np.ndarray) -> Controller:
-    """Every budget doubled, to at most `most_Z` pages; all bins are measured anew."""
+    """Every budget doubled, to at most `most_Z` pages; all bins are measured anew, and what was known is forgotten."""
     budget_Z = jnp.minimum(2 * controller.budget_Z, jnp.asarray(most_Z, jnp.float32))
-    everything = jnp.ones(budget_Z.shape, bool)
-    return dataclasses.replace(controller, budget_Z=budget_Z, counts=_emptied(controller.counts, everything))
+    counts = _emptied(controller.counts, jnp.ones(budget_Z.shape, bool))
+    belief = beliefs.first(budget_Z.shape[0], counts.open_tokens_PZ.shape[0])
+    return dataclasses.replace(controller, budget_Z=budget_Z, belief=belief, counts=counts)
 
 
 def close(controller: Controller, ended_P: jax.Array) -> Controller:
@@ -137,31 +145,37 @@ def close(controller: Controller, ended_P: jax.Array) -> Controller:
 
 def to_facts(controller: Controller) -> dict[str, Any]:
     """As JSON, exactly. No sequence may be open."""
-    closed = {f.name: getattr(controller.counts, f.name) for f in _closed_fields()}
-    arrays = {name: getattr(controller, name) for name in _BIN_STATE} | closed
-    return {name: np.asarray(array).tolist() for name, array in arrays.items()}
+    return {name: np.asarray(array).tolist() for name, array in _kept(controller).items()}
 
 
 def from_facts(facts: Mapping[str, Any], like: Controller) -> Controller:
     """What `to_facts` wrote, for the bins and probes of `like`.
 
-    Raises ValueError where the bins are others.
+    Raises ValueError where the bins are others, or where the facts are those of another version.
     """
 
-    def read(name: str, array: jax.Array) -> jax.Array:
-        value = np.asarray(facts[name], array.dtype)
-        if value.shape != array.shape:
-            raise ValueError(f'{name} has the shape {value.shape}, not {array.shape}')
+    def read(name: str) -> jax.Array:
+        if name not in facts:
+            raise ValueError(f'{name} is missing')
+        value = np.asarray(facts[name], kept[name].dtype)
+        if value.shape != kept[name].shape:
+            raise ValueError(f'{name} has the shape {value.shape}, not {kept[name].shape}')
         return jnp.asarray(value)
 
-    counts = {f.name: read(f.name, getattr(like.counts, f.name)) for f in _closed_fields()}
-    state = {name: read(name, getattr(like, name)) for name in _BIN_STATE}
-    return Controller(**state, counts=dataclasses.replace(like.counts, **counts))
+    kept = _kept(like)
+    belief = Belief(**{f.name: read(f.name) for f in dataclasses.fields(Belief)})
+    counts = dataclasses.replace(like.counts, **{f.name: read(f.name) for f in _closed_fields()})
+    return Controller(**{name: read(name) for name in _BIN_STATE}, belief=belief, counts=counts)
+
+
+def whole_pages(budget_Z: jax.Array | np.ndarray) -> jax.Array:
+    """int32 [bins]: of the controller's budgets the nearest whole ones."""
+    return jnp.floor(jnp.asarray(budget_Z, jnp.float32) + 0.5).astype(jnp.int32)
 
 
 def budgets(controller: Controller) -> jax.Array:
-    """int32 [bins], the form in which the sampler takes them; rounded up."""
-    return jnp.ceil(controller.budget_Z).astype(jnp.int32)
+    """int32 [bins], the form in which the sampler takes them."""
+    return whole_pages(controller.budget_Z)
 
 
 def count(
@@ -186,11 +200,19 @@ def count(
     bin_PT = jnp.minimum(length_PT // control.bin_width_tokens, bins - 1)
     bin_PT = jnp.where(measured_PT, bin_PT, bins)  # out of range: dropped
     histogram_ZX = old.histogram_ZX.at[bin_PT, cell(alpha_PT)].add(1, mode='drop')
+    log_budget_Z = jnp.log(jnp.maximum(budgets(controller), LEAST_BUDGET).astype(jnp.float32))
+    new_Z = (histogram_ZX - old.histogram_ZX).sum(axis=1)
     probe_PT = jnp.broadcast_to(jnp.arange(P)[:, None], (P, T))
     tokens_PZ = old.open_tokens_PZ.at[probe_PT, bin_PT].add(1, mode='drop')
     below_PT = (alpha_PT < control.target).astype(jnp.int32)
     below_PZ = old.open_below_PZ.at[probe_PT, bin_PT].add(below_PT, mode='drop')
-    counts = dataclasses.replace(old, histogram_ZX=histogram_ZX, open_tokens_PZ=tokens_PZ, open_below_PZ=below_PZ)
+    counts = dataclasses.replace(
+        old,
+        histogram_ZX=histogram_ZX,
+        log_pages_Z=old.log_pages_Z + new_Z * log_budget_Z,
+        open_tokens_PZ=tokens_PZ,
+        open_below_PZ=below_PZ,
+    )
     return close(dataclasses.replace(controller, counts=counts), ended_P)
 
 
@@ -217,40 +239,39 @@ def tail(counts: Counts, control: Control) -> Tail:
     return Tail(
         tokens_Z,
         p05_Z,
+        below_Z,
         under_Z=several_Z & (share_Z - control.confidence * error_Z > TAIL),
-        over_Z=several_Z & (share_Z + control.confidence * error_Z < TAIL),
     )
 
 
-def move(controller: Controller, control: Control, most_Z: jax.Array) -> tuple[Controller, Tail]:
-    """Moves the budget of every bin whose tail is known well enough.
+def move(controller: Controller, control: Control, most_Z: jax.Array) -> Controller:
+    """Moves the budgets by what has been measured.
 
-    budget *= clip(((1 - p05) / (1 - target))^(damping eta), 1/2, 2). Down only once `min_count` tokens are there; up as
-    soon as `urgent_count` are and the bin is under its target with confidence. Longer sequences need larger budgets: a
-    bin has at least the budget of the one before, and one whose tail is not known has at most that of a longer bin
-    whose tail is. Bins whose budget moves are emptied: what was counted at another budget would push again.
+    A bin is measured once `min_count` tokens are there; as soon as `urgent_count` are if it is under its target with
+    confidence. Its tokens are then done with. Budgets ascend: longer sequences need more.
 
     Args:
         most_Z: int32 pages that the longest sequence of each bin has; a budget of that many is dense.
-
-    Returns:
-        The controller, and the tail as it was before the move.
     """
     seen = tail(controller.counts, control)
-    gap_Z = jnp.maximum(1 - seen.p05_Z, LEAST_GAP) / (1 - control.target)
-    factor_Z = jnp.clip(gap_Z ** (control.eta * control.damping), 0.5, 2)
-    apart_Z = jnp.abs(seen.p05_Z - control.target) > control.tolerance
-    known_Z = seen.tokens_Z >= control.min_count
-    urgent_Z = (seen.tokens_Z >= control.urgent_count) & seen.under_Z & (factor_Z > 1)
-    budget_Z = jnp.where((known_Z & apart_Z) | urgent_Z, controller.budget_Z * factor_Z, controller.budget_Z)
-    enough_Z = lax.cummin(jnp.where(known_Z, budget_Z, jnp.inf), reverse=True)
-    budget_Z = jnp.where(known_Z | urgent_Z, budget_Z, jnp.minimum(budget_Z, enough_Z))
-    budget_Z = lax.cummax(jnp.clip(budget_Z, control.least_budget, most_Z.astype(jnp.float32)))
-    changed_Z = jnp.ceil(budget_Z) != jnp.ceil(controller.budget_Z)
+    urgent_Z = (seen.tokens_Z >= control.urgent_count) & seen.under_Z
+    measured_Z = (seen.tokens_Z >= control.min_count) | urgent_Z
+    n_Z = jnp.maximum(seen.tokens_Z, 1).astype(jnp.float32)
+    # Half a token keeps the logarithm finite.
+    excess_Z = jnp.log((seen.below_Z + 0.5) / (TAIL * n_Z + 0.5))
+    measurement = beliefs.measurement(excess_Z, controller.counts.log_pages_Z / n_Z, n_Z, measured_Z)
+    least, most = jnp.log(float(control.least_budget)), jnp.log(most_Z.astype(jnp.float32))
+    need_Z = jnp.log(jnp.maximum(controller.budget_Z, LEAST_BUDGET))
+    belief, need_Z = beliefs.updated(controller.belief, need_Z, measurement, control.confidence)
+    # Limits ascend as well. They come first: what they forbid must not raise the bins behind.
+    need_Z = beliefs.ordered(belief, jnp.clip(need_Z, least, most))
+    budget_Z = jnp.where(measured_Z.any(), jnp.clip(jnp.exp(need_Z), control.least_budget, most_Z), controller.budget_Z)
     p05_Z = jnp.where(seen.tokens_Z >= control.urgent_count, seen.p05_Z, controller.p05_Z)
-    # Also where the budget in pages is the same still: one measurement moves a budget once.
-    counts = _emptied(controller.counts, budget_Z != controller.budget_Z)
-    return Controller(budget_Z, controller.moves_Z + changed_Z, p05_Z, counts), seen
+    moved = dataclasses.replace(controller, budget_Z=budget_Z, p05_Z=p05_Z, belief=belief)
+    changed_Z = budgets(moved) != budgets(controller)
+    return dataclasses.replace(
+        moved, moves_Z=controller.moves_Z + changed_Z, counts=_emptied(controller.counts, measured_Z)
+    )
 
 
 def cell(alpha: jax.Array) -> jax.Array:
@@ -270,6 +291,13 @@ def _clusters(tokens_PZ: jax.Array, below_PZ: jax.Array) -> tuple[jax.Array, jax
     n_PZ, k_PZ = tokens_PZ.astype(jnp.float32), below_PZ.astype(jnp.float32)
     pairs_PZ3 = jnp.stack([n_PZ * n_PZ, n_PZ * k_PZ, k_PZ * k_PZ], axis=-1)
     return (tokens_PZ > 0).sum(axis=0), tokens_PZ.sum(axis=0), below_PZ.sum(axis=0), pairs_PZ3.sum(axis=0)
+
+
+def _kept(controller: Controller) -> dict[str, jax.Array]:
+    """What a checkpoint holds."""
+    closed = {f.name: getattr(controller.counts, f.name) for f in _closed_fields()}
+    belief = {f.name: getattr(controller.belief, f.name) for f in dataclasses.fields(Belief)}
+    return {name: getattr(controller, name) for name in _BIN_STATE} | belief | closed
 
 
 def _closed_fields() -> list[dataclasses.Field]:
@@ -292,4 +320,5 @@ def _empty(bins: int, probes: int) -> Counts:
     integers = jnp.zeros(bins, jnp.int32)
     open_PZ = jnp.zeros((probes, bins), jnp.int32)
     pairs_Z3 = jnp.zeros((bins, 3), jnp.float32)
-    return Counts(jnp.zeros((bins, CELLS), jnp.int32), open_PZ, open_PZ, integers, integers, integers, pairs_Z3)
+    histogram_ZX, log_pages_Z = jnp.zeros((bins, CELLS), jnp.int32), jnp.zeros(bins, jnp.float32)
+    return Counts(histogram_ZX, log_pages_Z, open_PZ, open_PZ, integers, integers, integers, pairs_Z3)

@@ -1,0 +1,137 @@
+"""What is believed about the budget that each length bin needs, and how a measured tail of alpha changes it.
+
+A Kalman filter. p05 is on target where a twentieth of the tokens is below it. With u = log(budget in force) and
+need = log(budget that holds the target),
+
+    log(share of tokens below the target / 0.05) = slope (need - u) + lean + noise
+
+The share changes smoothly with the budget also where p05 jumps (most tokens at 1, some far below), and its noise does
+not depend on how alpha is distributed. Needs of neighbouring bins hang together, so that the first measurements of a
+wrong start correct bins that no sequence has reached yet. The slope is learned from measurements at different budgets.
+The lean is what the sequences that are being measured have in common: measured for hours, four of them tell little
+about all others.
+
+Everything is arithmetic on small arrays, pure, without branches. Z: length bins; E = Z + 2: the needs, the logarithm of
+the slope, the lean.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+START_SPREAD = 1.5  # standard deviation of log(needed / start) that all bins share: a start is wrong by a factor of 4.5
+BIN_SPREAD = 0.4  # of what the needs of neighbouring bins add to it
+SLOPE, SLOPE_SPREAD = 2.0, 0.7  # to begin with, and of its logarithm
+LEAST_SLOPE, MOST_SLOPE = 0.25, 16.0
+TOKEN_SPREAD = 7.5  # of the logarithm of n tokens' share, times sqrt(n); 4.4 if neighbouring tokens were not alike
+SEQUENCE_SPREAD = 0.6  # of it between sequences; both as measured on SmolLM2-135M
+CURVATURE = 0.25  # of the line above: share by which a measurement far from the target is off
+STEP_SPREAD, STEP_BIN_SPREAD = 0.05, 0.03  # that a step of training adds to the needs of all bins, and of each
+LARGEST_MOVE = math.log(2)  # of a need, by one update
+_ITERATIONS = 2  # of linearizing; the second sees how the slope bears on a far measurement
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Belief:
+    """All but the needs themselves, which are the controller's budgets."""
+
+    log_slope: jax.Array  # float32
+    lean: jax.Array  # float32
+    covariance_EE: jax.Array  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Measurement:
+    """Tails of alpha, at most one of each bin.
+
+    excess_Z: log(share below the target / 0.05). in_force_Z: mean log(budget) of the tokens. variance_Z: of excess_Z,
+    without the lean's. there_Z: bool; what the other bins hold is never looked at.
+    """
+
+    excess_Z: jax.Array
+    in_force_Z: jax.Array
+    variance_Z: jax.Array
+    there_Z: jax.Array
+
+
+def measurement(excess_Z: jax.Array, in_force_Z: jax.Array, tokens_Z: jax.Array, there_Z: jax.Array) -> Measurement:
+    """With the variance that so many tokens leave; far from the target more, as the line is none."""
+    variance_Z = TOKEN_SPREAD**2 / tokens_Z + (CURVATURE * excess_Z) ** 2
+    return Measurement(excess_Z, in_force_Z, variance_Z, there_Z)
+
+
+def first(bins: int, probes: int) -> Belief:
+    """Before anything was measured. probes: sequences that are measured together."""
+    walk_ZZ = jnp.minimum(*jnp.ix_(jnp.arange(bins), jnp.arange(bins))).astype(jnp.float32)
+    covariance_EE = jnp.zeros((bins + 2, bins + 2), jnp.float32)
+    covariance_EE = covariance_EE.at[:bins, :bins].set(START_SPREAD**2 + BIN_SPREAD**2 * walk_ZZ)
+    covariance_EE = covariance_EE.at[bins, bins].set(SLOPE_SPREAD**2)
+    return _other_sequences(Belief(jnp.float32(math.log(SLOPE)), jnp.float32(0), covariance_EE), probes)
+
+
+def aged(belief: Belief, probes: int) -> Belief:
+    """For the next step: the policy has changed a little, and the measured sequences are others."""
+    bins = belief.covariance_EE.shape[0] - 2
+    drift_ZZ = STEP_SPREAD**2 + STEP_BIN_SPREAD**2 * jnp.eye(bins, dtype=jnp.float32)
+    covariance_EE = belief.covariance_EE.at[:bins, :bins].add(drift_ZZ)
+    return _other_sequences(dataclasses.replace(belief, covariance_EE=covariance_EE), probes)
+
+
+def updated(belief: Belief, need_Z: jax.Array, seen: Measurement, confidence: float) -> tuple[Belief, jax.Array]:
+    """The belief and the needs [Z] after a measurement, the needs not yet in order.
+
+    A measurement that is more standard deviations away than `confidence` widens the belief until it is not: the policy
+    may have changed more than was thought.
+    """
+    Z, there_Z1 = need_Z.shape[0], seen.there_Z[:, None]
+    old_E = jnp.concatenate([need_Z, belief.log_slope[None], belief.lean[None]])
+    in_force_Z = jnp.where(seen.there_Z, seen.in_force_Z, need_Z)
+    excess_Z = jnp.where(seen.there_Z, seen.excess_Z, 0)
+    variance_Z = jnp.where(seen.there_Z, seen.variance_Z, 1)
+
+    def linearized(at_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What measurements would differ by from those expected at `old_E`, and their derivatives."""
+        slope, away_Z = jnp.exp(at_E[Z]), at_E[:Z] - in_force_Z
+        columns = slope * jnp.eye(Z), (slope * away_Z)[:, None], jnp.ones((Z, 1))
+        matrix_ZE = jnp.concatenate(columns, axis=1) * there_Z1
+        expected_Z = (slope * away_Z + at_E[Z + 1]) * seen.there_Z
+        return excess_Z - expected_Z - matrix_ZE @ (old_E - at_E), matrix_ZE
+
+    surprise_Z, matrix_ZE = linearized(old_E)
+    spread_Z = jnp.einsum('ze,ef,zf->z', matrix_ZE, belief.covariance_EE, matrix_ZE) + variance_Z
+    wider_Z = jnp.maximum(surprise_Z**2 / confidence**2 - spread_Z, 0) / jnp.exp(2 * belief.log_slope)
+    covariance_EE = belief.covariance_EE + jnp.diag(jnp.pad(wider_Z, (0, 2)))
+    new_E = old_E
+    for _ in range(_ITERATIONS):
+        surprise_Z, matrix_ZE = linearized(new_E)
+        seen_ZE = matrix_ZE @ covariance_EE
+        gain_EZ = jnp.linalg.solve(seen_ZE @ matrix_ZE.T + jnp.diag(variance_Z), seen_ZE).T
+        new_E = old_E + jnp.clip(gain_EZ @ surprise_Z, -LARGEST_MOVE, LARGEST_MOVE)
+        new_E = new_E.at[Z].set(jnp.clip(new_E[Z], math.log(LEAST_SLOPE), math.log(MOST_SLOPE)))
+    # Joseph's form, which rounding leaves a covariance.
+    left_EE = jnp.eye(Z + 2) - gain_EZ @ matrix_ZE
+    covariance_EE = left_EE @ covariance_EE @ left_EE.T + (gain_EZ * variance_Z) @ gain_EZ.T
+    return Belief(new_E[Z], new_E[Z + 1], covariance_EE), new_E[:Z]
+
+
+def ordered(belief: Belief, need_Z: jax.Array) -> jax.Array:
+    """The ascending needs that are nearest, the better known ones staying where they are (isotonic regression)."""
+    Z = need_Z.shape[0]
+    weight_Z = 1 / jnp.maximum(jnp.diagonal(belief.covariance_EE)[:Z], jnp.finfo(jnp.float32).tiny)
+    first_Z1, last_1Z = jnp.arange(Z)[:, None], jnp.arange(Z)[None]
+    weight_ZZ = jnp.where(first_Z1 <= last_1Z, weight_Z, 0)
+    # Means over the bins from `first` to `last`; each need is the largest, over first, of the least, over last.
+    mean_ZZ = jnp.cumsum(weight_ZZ * need_Z, axis=1) / jnp.cumsum(weight_ZZ, axis=1)
+    least_ZZ = lax.cummin(jnp.where(first_Z1 <= last_1Z, mean_ZZ, jnp.inf), axis=1, reverse=True)
+    return jnp.diagonal(lax.cummax(jnp.where(first_Z1 <= last_1Z, least_ZZ, -jnp.inf), axis=0))
+
+
+def _other_sequences(belief: Belief, probes: int) -> Belief:
+    covariance_EE = belief.covariance_EE.at[-1, :].set(0).at[:, -1].set(0)
+    covariance_EE = covariance_EE.at[-1, -1].set(SEQUENCE_SPREAD**2 / max(probes, 1))
+    return dataclasses.replace(belief, lean=jnp.zeros_like(belief.lean), covariance_EE=covariance_EE)

@@ -1,0 +1,119 @@
+"""The belief about budgets, against conditioning of Gaussians and isotonic regression in plain NumPy."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparrow_jax.sparsity import belief as beliefs
+from sparrow_jax.sparsity.belief import SLOPE, Measurement, aged, first, ordered, updated
+
+BINS, PROBES, CONFIDENCE = 5, 4, 2.0
+_updated = jax.jit(updated)
+_ordered = jax.jit(ordered)
+
+
+def measured(excess, in_force, variance=0.01):
+    """A measurement of the bins whose excess is not None."""
+    there = np.asarray([r is not None for r in excess])
+    values = np.asarray([np.nan if r is None else r for r in excess], np.float32)
+    blank = lambda a: np.where(there, np.asarray(a, np.float32), np.nan).astype(np.float32)
+    return Measurement(values, blank(in_force), blank(np.full(BINS, variance)), there)
+
+
+def test_an_update_conditions_the_gaussian_on_what_was_seen():
+    """With a slope that is known the update is linear: precisions add up."""
+    belief = first(BINS, PROBES)
+    covariance = np.asarray(belief.covariance_EE, np.float64)
+    covariance[BINS, BINS] = 1e-9
+    belief = dataclasses.replace(belief, covariance_EE=jnp.asarray(covariance, jnp.float32))
+    need = np.log([4.0, 8, 16, 20, 30]).astype(np.float32)
+    in_force = need + np.float32(0.05)
+    excess = [None, 0.2, None, -0.1, 0.15]
+    new, needs = _updated(belief, need, measured(excess, in_force), CONFIDENCE)
+
+    matrix = np.zeros((3, BINS + 2))
+    for row, z in enumerate((1, 3, 4)):
+        matrix[row, z], matrix[row, BINS], matrix[row, -1] = SLOPE, SLOPE * -0.05, 1
+    residual = np.asarray([0.2, -0.1, 0.15]) - SLOPE * -0.05
+    posterior = np.linalg.inv(np.linalg.inv(covariance) + matrix.T @ matrix / 0.01)
+    change = posterior @ matrix.T @ residual / 0.01
+    np.testing.assert_allclose(needs, need + change[:BINS], atol=2e-4)
+    np.testing.assert_allclose(new.lean, change[-1], atol=2e-4)
+    np.testing.assert_allclose(new.covariance_EE, posterior, atol=2e-4)
+
+
+def test_nothing_seen_changes_nothing():
+    belief, need = first(BINS, PROBES), np.log([4.0, 8, 16, 20, 30]).astype(np.float32)
+    new, needs = _updated(belief, need, measured([None] * BINS, need), CONFIDENCE)
+    np.testing.assert_array_equal(needs, need)
+    np.testing.assert_array_equal(new.covariance_EE, belief.covariance_EE)
+    assert new.log_slope == belief.log_slope
+    assert new.lean == 0
+
+
+@pytest.mark.parametrize('slope', [1.0, 2.0, 6.0])
+def test_it_learns_the_slope_and_finds_the_need(slope):
+    need = np.zeros(BINS, np.float32)
+    belief, truth = first(BINS, 100), 1.8
+    for _ in range(12):
+        excess = slope * (truth - need[2])
+        variance = 1e-4 + (beliefs.CURVATURE * excess) ** 2
+        belief, need = _updated(belief, need, measured([None, None, excess, None, None], need, variance), CONFIDENCE)
+    assert need[2] == pytest.approx(truth, abs=0.03)
+    assert abs(float(belief.log_slope) - math.log(slope)) < 0.6 * abs(math.log(slope / SLOPE)) + 0.2
+
+
+def test_bins_that_nobody_reached_follow_their_neighbours():
+    need = np.zeros(BINS, np.float32)
+    _, needs = _updated(first(BINS, PROBES), need, measured([None, 0.4, None, None, None], need), CONFIDENCE)
+    assert needs[1] == pytest.approx(0.2, abs=0.05)
+    assert needs[4] > 0.8 * needs[1]
+
+
+def test_a_surprise_makes_it_learn_again():
+    """After many measurements that agree, one that is far away moves the need as far as a move goes."""
+    belief, need = first(BINS, 100), np.zeros(BINS, np.float32)
+    for _ in range(20):
+        belief, need = _updated(belief, need, measured([0.0] + [None] * 4, need), CONFIDENCE)
+    _, little = _updated(belief, need, measured([0.1] + [None] * 4, need), CONFIDENCE)
+    _, far = _updated(belief, need, measured([2.5] + [None] * 4, need), CONFIDENCE)
+    assert abs(little[0]) < 0.05
+    assert far[0] > 0.9 * beliefs.LARGEST_MOVE
+
+
+def test_other_sequences_lean_elsewhere():
+    belief, need = first(BINS, PROBES), np.zeros(BINS, np.float32)
+    belief, _ = _updated(belief, need, measured([0.3] * BINS, need), CONFIDENCE)
+    assert belief.lean != 0
+    old = aged(belief, PROBES)
+    assert old.lean == 0
+    assert old.covariance_EE[-1, -1] == pytest.approx(beliefs.SEQUENCE_SPREAD**2 / PROBES)
+    assert not np.asarray(old.covariance_EE[-1, :-1]).any()
+    assert (np.diagonal(old.covariance_EE)[:BINS] > np.diagonal(belief.covariance_EE)[:BINS]).all()
+
+
+def pooled(values, weights):
+    """Isotonic regression by pooling adjacent violators."""
+    blocks = []
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append([value, weight, 1])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            v, w, n = blocks.pop()
+            total = blocks[-1][1] + w
+            blocks[-1] = [(blocks[-1][0] * blocks[-1][1] + v * w) / total, total, blocks[-1][2] + n]
+    return np.concatenate([[v] * n for v, _, n in blocks])
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_order_is_isotonic_regression(seed):
+    rng = np.random.default_rng(seed)
+    variance = 10.0 ** rng.uniform(-4, 1, BINS)
+    covariance = np.diag(np.append(variance, [1, 1])).astype(np.float32)
+    belief = dataclasses.replace(first(BINS, PROBES), covariance_EE=jnp.asarray(covariance))
+    need = rng.normal(0, 1, BINS).astype(np.float32)
+    np.testing.assert_allclose(_ordered(belief, need), pooled(need, 1 / variance), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(_ordered(belief, np.sort(need)), np.sort(need), rtol=1e-6)
