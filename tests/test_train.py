@@ -242,7 +242,8 @@ def test_adaptive_runs_whose_probes_leave_for_host_memory_resume_exactly(runs):
 def test_other_length_bins_are_refused_on_resume(runs, tmp_path):
     path = tmp_path / 'schedule.json'
     fields = {'page_tokens': 8, 'reserved_first_pages': 1, 'reserved_last_pages': 3, 'dense_layers': [0]}
-    write = lambda width: path.write_text(json.dumps(fields | {'bin_width_tokens': width, 'budget_pages': [2, 3]}))
+    fields |= {'budget_pages': [2, 3], 'policy': 'block_mean'}
+    write = lambda width: path.write_text(json.dumps(fields | {'bin_width_tokens': width}))
     changes = {'schedule.kind': 'adaptive', 'schedule.start': 'file', 'schedule.path': str(path), 'steps': 1}
     write(64)
     runs.train('bins', changes)

@@ -30,6 +30,7 @@ FILE_FIELDS = (
     'dense_layers',
     'budget_pages',
 )
+POLICY_FIELD = 'policy'  # of a file, too: budgets found under one policy say nothing about another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +98,8 @@ def load_schedule(
         bin_width_tokens: of an adaptive schedule whose start has a single budget for all lengths.
 
     Raises:
-        ConfigError: an unknown table, a missing or malformed file, another page size than the cache's, a dense layer
-            that the model lacks.
+        ConfigError: an unknown table, a missing or malformed file, another page size than the cache's, another policy
+            than the file's, a dense layer that the model lacks.
     """
     if config.kind == 'adaptive':
         start = load_schedule(dataclasses.replace(config, kind=config.start), rollout, layers)
@@ -107,6 +108,7 @@ def load_schedule(
         raw, name = _published(config), f'the published schedule {config.model} at {config.target_p05}'
     elif config.kind == 'file':
         raw, name = _from_file(Path(config.path)), f'schedule.path={config.path}'
+        _check_policy(config, raw.get(POLICY_FIELD), name)
     else:
         budget = EVERY_PAGE if config.kind == 'dense' else config.budget_pages
         raw = {
@@ -170,6 +172,31 @@ def _published(config: ScheduleConfig) -> dict[str, Any]:
 
 def _from_file(path: Path) -> dict[str, Any]:
     return read_object(path, f'schedule.path={path}')
+
+
+def _check_policy(config: ScheduleConfig, policy: Any, name: str) -> None:
+    known = ', '.join(SelectionPolicy)
+    if policy is None:
+        raise ConfigError(f'{name}: field {POLICY_FIELD} is missing; it says how the budgets were found: {known}')
+    if policy not in tuple(SelectionPolicy):
+        raise ConfigError(f'{name}: {POLICY_FIELD}={policy!r} must be one of {known}')
+    if policy != config.policy:
+        raise ConfigError(
+            f'schedule.policy={config.policy!r}: the budgets of {name} were found with {policy!r}; set it to that'
+        )
+
+
+def to_file(schedule: Schedule) -> dict[str, Any]:
+    """The JSON object from which `schedule.kind` = 'file' reads the schedule back."""
+    return {
+        'page_tokens': schedule.page_tokens,
+        'bin_width_tokens': schedule.bin_width_tokens,
+        'reserved_first_pages': schedule.reserved_first,
+        'reserved_last_pages': schedule.reserved_last,
+        'dense_layers': list(schedule.dense_layers),
+        'budget_pages': list(schedule.budget_pages),
+        POLICY_FIELD: schedule.policy.value,
+    }
 
 
 def _checked(kind: str, raw: Mapping[str, Any], name: str) -> Schedule:

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
-from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, budget_for_length, load_schedule
+from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, budget_for_length, load_schedule, to_file
 
 ROLLOUT = RolloutConfig(
     prompts_per_step=1,
@@ -46,13 +46,14 @@ PUBLISHED = {
     'qwen3-14b': (0.86,),
 }
 GOOD_FILE = {
-    'about': 'fields beyond the six are kept out',
+    'about': 'fields that a schedule does not have are kept out',
     'page_tokens': 16,
     'bin_width_tokens': 1000,
     'reserved_first_pages': 1,
     'reserved_last_pages': 2,
     'dense_layers': [0],
     'budget_pages': [10, 20, 30],
+    'policy': 'block_mean',
 }
 
 
@@ -92,10 +93,30 @@ def test_fixed_and_dense():
 
 @pytest.mark.parametrize('kind', ['fixed', 'dense', 'published', 'file', 'adaptive'])
 def test_every_kind_of_schedule_has_the_policy_of_the_configuration(tmp_path, kind):
-    (tmp_path / 's.json').write_text(json.dumps(GOOD_FILE))
-    changes = {'kind': kind, 'model': 'qwen3-4b', 'path': str(tmp_path / 's.json')}
-    assert load(**changes).policy is SelectionPolicy.BLOCK_MEAN
-    assert load(**changes, policy='quest').policy is SelectionPolicy.QUEST
+    for policy in ('block_mean', 'quest'):
+        (tmp_path / 's.json').write_text(json.dumps(GOOD_FILE | {'policy': policy}))
+        changes = {'kind': kind, 'model': 'qwen3-4b', 'path': str(tmp_path / 's.json'), 'policy': policy}
+        assert load(**changes).policy is SelectionPolicy(policy)
+
+
+@pytest.mark.parametrize(
+    ('policy', 'message'),
+    [
+        ('quest', r"schedule\.policy='block_mean': the budgets of .*s\.json were found with 'quest'; set it to that"),
+        ('best', r"s\.json: policy='best' must be one of block_mean, quest, group_softmax"),
+        (None, r's\.json: field policy is missing; it says how the budgets were found: block_mean'),
+    ],
+)
+def test_a_file_of_another_policy_is_refused(tmp_path, policy, message):
+    (tmp_path / 's.json').write_text(json.dumps(GOOD_FILE | {'policy': policy}))
+    with pytest.raises(ConfigError, match=message):
+        load(kind='file', path=str(tmp_path / 's.json'))
+
+
+def test_a_schedule_comes_back_from_its_file(tmp_path):
+    schedule = dataclasses.replace(load_file(tmp_path, GOOD_FILE), policy=SelectionPolicy.QUEST)
+    (tmp_path / 's.json').write_text(json.dumps(to_file(schedule)))
+    assert load(kind='file', path=str(tmp_path / 's.json'), policy='quest') == schedule
 
 
 def test_file(tmp_path):
