@@ -221,7 +221,6 @@ class Engine:
                 cache, slots = self._prefill(sampling)(weights, cache, slots, prompts, values)
             cache, slots = self._segment(sampling)(weights, cache, slots, values)
             self._cut()(slots, 0)
-            self._mark()(slots.count_B)
             if self.probing and sampling.sparse:
                 controller = self._renew()(self.widened(self.start_controller()))
                 controller = self._close()(controller, self._probes())
@@ -340,19 +339,19 @@ class Engine:
             for old, row in scheduler.come_back():
                 place = row.slot, scheduler.probe_of(row.slot), *scheduler.filled_pages(row)
                 cache, slots = self._offload().restore(cache, slots, parked.pop(old.index), *place)
-            began, encoded = time.perf_counter(), None
+            began, encodes = time.perf_counter(), False
             for groups in scheduler.begin():
                 longest = max(len(rows[0].request.prompt_ids) for shard in groups for rows in shard)
                 length = next(n for n in self.prefill_lengths if n >= longest)
                 cache, slots = run_prefill(weights, cache, slots, self._prompt_arrays(groups, length), values)
-                encoded = self._mark()(slots.count_B)
+                encodes = True
             if scheduler.tables_changed:
                 slots = self._set_tables(slots, scheduler.table_BN, scheduler.probe_table_PN)
                 scheduler.tables_changed = False
-            cache, slots = run_segment(weights, cache, slots, values)
-            if encoded is not None:
-                jax.block_until_ready(encoded)
+            if encodes:  # known before the segment starts: the host may take as long to start it as it runs
+                jax.block_until_ready(slots.count_B)
                 prefill_s += time.perf_counter() - began
+            cache, slots = run_segment(weights, cache, slots, values)
             harvest.read()
             if controller is not None:
                 jax.block_until_ready(slots.active_B)
@@ -516,10 +515,6 @@ class Engine:
 
     def _cut(self) -> Callable[[Slots, int], dict[str, jax.Array]]:
         return self._compiled(('cut',), lambda: self._whole(cut_row))
-
-    def _mark(self) -> Callable[[jax.Array], jax.Array]:
-        """A copy that is there once what made its argument has run: the argument itself is donated to the next call."""
-        return self._compiled(('mark',), lambda: jax.jit(jnp.copy))
 
     def _probes(self, only: int | None = None) -> np.ndarray:
         """bool: one of the probes of all shards, or every one."""
