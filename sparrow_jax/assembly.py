@@ -80,15 +80,20 @@ class Parts:
         make = lambda: init_decoder(self.shape, self.run.seed, **_dtypes(self.run))[1]
         return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
-    def engine(self, trains: bool = False) -> Engine:
-        """The sampler. trains: whether budgets can change while it lives: by an adaptive schedule, or by a guard."""
+    def engine(self, trains: bool = False, forced_lengths: bool = False) -> Engine:
+        """The sampler.
+
+        Args:
+            trains: whether budgets can change while it lives: by an adaptive schedule, or by a guard.
+            forced_lengths: sequences end at their limits only.
+        """
         return Engine(
             self.sampler_graph,
             self.shape,
             self.mesh,
             self.run.rollout,
             self.schedule,
-            self.encoder.end_ids,
+            (self.shape.vocab_size,) if forced_lengths else self.encoder.end_ids,  # no token has that number
             self.run.model.compute_dtype,
             _probing(self.run.controller, self.schedule) if trains else None,
             may_widen=trains and self.run.guard.action == 'widen',
