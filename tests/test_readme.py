@@ -4,7 +4,7 @@ import json
 import pathlib
 import re
 
-from sparrow_jax.sparsity.schedules import FILE_FIELDS
+from sparrow_jax.sparsity.schedules import FILE_FIELDS, POLICY_FIELD
 
 README = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
 
@@ -25,7 +25,7 @@ def test_the_reward_of_ones_own_credits_a_right_answer():
 
 
 def test_the_schedule_has_the_fields_of_a_schedule_file():
-    assert set(json.loads(block('json'))) == set(FILE_FIELDS)
+    assert set(json.loads(block('json'))) == {*FILE_FIELDS, POLICY_FIELD}
 
 
 def test_it_opens_with_the_two_commands():
