@@ -311,7 +311,7 @@ def _flags(values: flags.FlagValues) -> None:
     string = lambda name, default, what: flags.DEFINE_string(name, default, what, flag_values=values)
     string('out', 'closed_loop', 'folder for figures, plots and schedules')
     string('part', 'offline,closed', 'what to measure: offline, closed, policies')
-    string('targets', '0.82,0.87,0.92', 'p05 of alpha that is to be held, exact scale')
+    string('targets', '0.84,0.88,0.92', 'p05 of alpha that is to be held, exact scale')
     string('starts', 'config,small,large', 'budgets that the controller begins with')
     flags.DEFINE_integer('number', 5, 'steps under the controller from each start', flag_values=values)
     flags.DEFINE_float(
