@@ -80,6 +80,13 @@ def _why_not_compiled(implementation: Implementation) -> str | None:
     return None
 
 
+def kernels_start_early() -> bool:
+    """Whether a GPU kernel may begin, as far as it allows that itself, while the one before it still runs."""
+    import jax
+
+    return jax.__version_info__ >= (0, 11)
+
+
 def named(op: str, implementation: Implementation | str) -> Implementation:
     """The implementation that an operation was asked for. Raises ValueError where there is none of that name."""
     try:
@@ -105,6 +112,12 @@ def check_machine(op: str, implementation: Implementation, array: 'jax.Array') -
                 f'{op}: implementation={implementation.value!r} runs on a {implementation.platform}; the arrays are on '
                 f'a {device.platform}; use {Implementation.REFERENCE.value!r}'
             )
+
+
+def check_gpu(op: str, implementation: Implementation) -> None:
+    """Raises ValueError where an operation that has a kernel for GPUs alone was asked for another one."""
+    if implementation.platform == 'tpu':
+        raise ValueError(f'{op}: implementation={implementation.value!r}: there is no such kernel for TPUs')
 
 
 def check_fit(op: str, head_dim: int, group: int, dtype: Any) -> None:

@@ -29,10 +29,12 @@ from pallas_kernels.pallas_gpu import (
     iota,
     kernel,
     layout_cast,
+    let_next_start,
     load_transposed,
     product,
     row_memory,
     store_transposed,
+    wait_for_previous,
 )
 from pallas_kernels.tuning_gpu import Blocks
 
@@ -49,7 +51,7 @@ def paged_flash(
     q_BTHA: jax.Array,
     pages_KPCE: jax.Array,
     ids_BLM: jax.Array,
-    tokens_BK: jax.Array,
+    tokens: tuple[jax.Array, ...],
     *,
     blocks: Blocks,
     out_dtype: jax.typing.DTypeLike,
@@ -61,7 +63,8 @@ def paged_flash(
         q_BTHA: query t of T sees the first tokens - T + 1 + t tokens.
         pages_KPCE: the pool, bfloat16 or float32.
         ids_BLM: int32 physical pages; L is K, or 1 where all heads read the same.
-        tokens_BK: int32; all of the listed pages are full but the last one that is read.
+        tokens: tokens_BK int32; all of the listed pages are full but the last one that is read. Or (count_B, length_B):
+            `count` pages are read, of which the last ends where a sequence of `length` tokens does.
         blocks: sizes.
         out_dtype: of the result.
         interpret: on the CPU.
@@ -81,7 +84,7 @@ def paged_flash(
     if plan.splits > 1:
         out_type += [jax.ShapeDtypeStruct((B, K, plan.row_blocks, plan.splits, plan.rows), jnp.float32)] * 2
     result = kernel(
-        functools.partial(_body, plan),
+        functools.partial(_body, plan, len(tokens)),
         out_type=out_type,
         grid=(K, plan.row_blocks, plan.splits, B),
         grid_names=('head', 'row_block', 'split', 'sequence'),
@@ -90,7 +93,7 @@ def paged_flash(
         thread_name='warpgroup',
         name=f'paged_flash_{plan.rows}x{A}',
         interpret=interpret,
-    )(q_BTHA, pages_KPCE, ids_BLM, tokens_BK)
+    )(q_BTHA, pages_KPCE, ids_BLM, *tokens)
     if plan.splits == 1:
         return result[0][:, 0]
     return _combine(plan, K, *result).astype(out_dtype)
@@ -164,10 +167,11 @@ class _Plan:
         return kept
 
 
-def _body(plan: _Plan, q_BTHA, pages_KPCE, ids_BLM, tokens_BK, *outputs, **scratch) -> None:
+def _body(plan: _Plan, numbers: int, q_BTHA, pages_KPCE, ids_BLM, *refs, **scratch) -> None:
+    wait_for_previous()
     b, k = lax.axis_index('sequence'), lax.axis_index('head')
     split = lax.axis_index('split')
-    tokens = tokens_BK[b, k]
+    tokens, outputs = _tokens(plan, b, k, *refs[:numbers]), refs[numbers:]
     first = split * plan.split_tiles
     last = jnp.minimum(first + plan.split_tiles, pl.cdiv(tokens, jnp.int32(plan.tile)))
 
@@ -188,6 +192,15 @@ def _body(plan: _Plan, q_BTHA, pages_KPCE, ids_BLM, tokens_BK, *outputs, **scrat
             top_out[k, lax.axis_index('row_block'), split] = top_R
             total_out[k, lax.axis_index('row_block'), split] = total_R
         _store_queries(plan, o_AR, outputs[0].at[b, split], k, scratch['o'])
+
+
+def _tokens(plan: _Plan, b, k, first, length_B=None):
+    """Tokens that the listed pages hold, of either form of `tokens`."""
+    if length_B is None:
+        return first[b, k]
+    length = length_B[b]
+    tokens = (jnp.minimum(first[b], plan.M) - 1) * plan.C + lax.rem(length - 1, jnp.int32(plan.C)) + 1
+    return jnp.where((first[b] > 0) & (length > 0), tokens, 0)
 
 
 def _copy_tiles(plan: _Plan, pages_PCE, ids_M, tokens, first, last, scratch) -> None:
@@ -224,6 +237,8 @@ def _copy_tiles(plan: _Plan, pages_PCE, ids_M, tokens, first, last, scratch) -> 
         ids = ids_of(step)
         plgpu.barrier_wait(empty.at[slot])
         start_copies(step, slot, ids)
+
+    let_next_start()
 
 
 def _each_query(plan: _Plan, act) -> None:

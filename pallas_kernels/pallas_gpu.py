@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 try:
     _INTERPRETER = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
@@ -107,6 +109,37 @@ def mutable(array: jax.Array) -> Any:
 def interpreting() -> bool:
     """Whether the kernel body that is being traced is for the interpreter: it knows neither layouts nor lanes."""
     return _interpreting.get()
+
+
+def let_next_start() -> None:
+    """Lets the thread blocks of the next kernel take what room there is beside this one's, as soon as all of these have
+    come here: what that kernel does before `wait_for_previous` then costs no time.
+
+    Reads before this are asked for before those of the next kernel.
+    """
+    if not interpreting():
+        _instruction('griddepcontrol.launch_dependents;')
+
+
+def wait_for_previous() -> None:
+    """Waits until all kernels before this one have ended and what they wrote can be read.
+
+    A kernel that calls this may start before they end. It must do so before it reads what they may have written, and
+    before it writes anything.
+    """
+    if not interpreting():
+        plgpu.griddepcontrol_wait()  # tells the compiler that the kernel may start early
+        _instruction('griddepcontrol.wait;')  # again: reads may be moved before that one
+
+
+def _instruction(text: str) -> None:
+    """An instruction that no read or write is moved across."""
+
+    @plgpu.inline_mgpu()
+    def issue(_: Any) -> None:
+        llvm.inline_asm(ir.Type.parse('!llvm.void'), [], text, '~{memory}', has_side_effects=True)
+
+    issue()
 
 
 def in_every_warp(size: int) -> Any:

@@ -12,7 +12,7 @@ def dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, *, out_dtype, interpret
         q_BTHA,
         pages_KPCE,
         table_BN[:, None],
-        jnp.broadcast_to(length_B[:, None], (len(length_B), K)),
+        (jnp.broadcast_to(length_B[:, None], (len(length_B), K)),),
         blocks=blocks,
         out_dtype=out_dtype,
         interpret=interpret,

@@ -30,6 +30,7 @@ def page_select(
     reserved_first: int,
     reserved_last: int,
     policy: SelectionPolicy | str = SelectionPolicy.BLOCK_MEAN,
+    landmarks_at_rest: bool = False,
     implementation: Implementation | str = Implementation.REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Reserved pages and the `budget` best others by the policy's score (formulas and sources: `policies`).
@@ -50,6 +51,9 @@ def page_select(
             must hold the reserved pages, or all N where those are fewer.
         reserved_first, reserved_last: pages; the last must be at least 1.
         policy: how pages are scored.
+        landmarks_at_rest: whether those of all pages but the reserved ones were written long before: by an operation
+            that was followed by another one than the kernels here. The GPU kernel then reads them while those before it
+            still run.
         implementation: of `pallas_kernels.implementation`; kernels have 'block_mean' alone.
 
     Returns:
@@ -97,4 +101,6 @@ def page_select(
     check_fit('page_select', sizes['A'], sizes['H'] // sizes['K'], landmark_BKNA.dtype)
     check_machine('page_select', implementation, q_BHA)
     kernel = kernel_module('page_select', implementation)
+    if implementation.platform == 'gpu':
+        options['landmarks_at_rest'] = landmarks_at_rest
     return kernel.page_select(*arguments, **options, interpret=implementation.interpreted)

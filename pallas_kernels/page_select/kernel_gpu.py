@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.page_select import lanes_gpu as lanes
 from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
-from pallas_kernels.pallas_gpu import in_every_warp, kernel, layout_cast, load
+from pallas_kernels.pallas_gpu import in_every_warp, kernel, layout_cast, let_next_start, load, wait_for_previous
 from pallas_kernels.score_order import ordered
 
-_STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'interpret', 'blocks')
+_STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'interpret', 'blocks')
 _RESERVED = jnp.iinfo(jnp.int32).max
 _MISSING = jnp.iinfo(jnp.int32).min
 _KEY_BITS = 32
@@ -43,6 +43,7 @@ def page_select(
     max_pages: int,
     reserved_first: int,
     reserved_last: int,
+    landmarks_at_rest: bool = False,
     interpret: bool,
     blocks: HopperBlocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -59,6 +60,7 @@ def page_select(
         N % _SWIZZLE_ROWS
     ):  # the copies cannot express it; make caches of a multiple, since this reads and writes them all
         landmark_BKNA = jnp.pad(landmark_BKNA, ((0, 0), (0, 0), (0, -N % _SWIZZLE_ROWS), (0, 0)))
+        landmarks_at_rest = False
 
     def body(q_ref: Any, landmark_ref: Any, length_ref: Any, budget_ref: Any, *refs: Any) -> None:
         table_ref, (ids_ref, count_ref, tiles_ref, query_ref, key_ref, words_ref, arrived, scored) = (
@@ -77,15 +79,26 @@ def page_select(
                 landmark_ref.at[b, k, pages_of(step)], tiles_ref.at[stage(step)], arrived.at[stage(step)]
             )
 
-        read(jnp.int32(0))
-        plgpu.commit_smem()  # or the compiler would rather wait for the length, which takes as long as the landmarks
+        def steps_of(length: jax.Array) -> tuple[jax.Array, jax.Array]:
+            pages = jnp.minimum(lax.div(length + (page_tokens - 1), page_tokens), N)
+            tiles = lax.div(pages + (_TILE_PAGES - 1), _TILE_PAGES)
+            return pages, jnp.maximum(lax.div(tiles + (warpgroups - 1) - warpgroup, warpgroups), 1)
+
+        begun: Any = 1
+        if landmarks_at_rest:
+            # The length may not be there yet: if it is another one, this has read too few tiles or too many.
+            begun = steps_of(length_ref[b])[1]
+            for step in range(stages):
+                pl.when(step < begun)(functools.partial(read, jnp.int32(step)))
+        wait_for_previous()
+        if not landmarks_at_rest:
+            read(jnp.int32(0))
+            plgpu.commit_smem()  # or the compiler would rather wait for the length, which takes as long as these
         length, budget = length_ref[b], budget_ref[b]
         heads = [load(q_ref.at[b, k * group + head], layout=in_every_warp(A), optimized=False) for head in range(group)]
-        pages = jnp.minimum(lax.div(length + (page_tokens - 1), page_tokens), N)
-        tiles = lax.div(pages + (_TILE_PAGES - 1), _TILE_PAGES)
-        steps = jnp.maximum(lax.div(tiles + (warpgroups - 1) - warpgroup, warpgroups), 1)
+        pages, steps = steps_of(length)
         for step in range(1, stages):
-            pl.when(step < steps)(functools.partial(read, jnp.int32(step)))
+            pl.when((step >= begun) & (step < steps))(functools.partial(read, jnp.int32(step)))
         q_RA = _mean_query(heads, query_ref.at[warpgroup])
         used_chunks: Any = 1  # known beforehand where all keys are one chunk
         written_chunks: Any = 1
@@ -103,12 +116,17 @@ def page_select(
             tile_RA = layout_cast(tiles_ref[stage(step)], plgpu.Layout.WGMMA)
             # A copy waits for the whole warpgroup, so that everybody has read the stage by then.
             pl.when(step + stages < steps)(functools.partial(read, step + stages))
+            pl.when(step + stages >= steps)(let_next_start)
             score_R = (tile_RA.astype(jnp.float32) * q_RA).sum(axis=1)
             page_R = pages_of(step).start + layout_cast(lax.iota(jnp.int32, _TILE_PAGES), _ROWS)
             reserved_R = (page_R < reserved_first) | (page_R >= pages - reserved_last)
             key_R = jnp.where(reserved_R, _RESERVED, ordered(score_R))
             key_ref[pages_of(step)] = jnp.where(page_R < pages, key_R, _MISSING)
 
+        if landmarks_at_rest:  # no copy may be under way when the block ends
+            for step in range(1, stages):
+                waited = arrived.at[stage(jnp.int32(step))]
+                pl.when((step >= steps) & (step < begun))(functools.partial(plgpu.barrier_wait, waited))
         plgpu.barrier_arrive(scored)
 
         @pl.when(warpgroup == 0)

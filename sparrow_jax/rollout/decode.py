@@ -16,10 +16,12 @@ from pallas_kernels.implementation import Implementation
 from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import page_select
 from pallas_kernels.page_select.policies import SelectionPolicy
+from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.sparse_decode import sparse_decode
 from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
+from sparrow_jax.rollout.fused_step import fused_hidden
 from sparrow_jax.rollout.sampling import draw
 from sparrow_jax.sparsity.schedules import budget_for_length
 
@@ -38,6 +40,7 @@ class SamplerStatics:
         prefill_attention: implementation of `models.attention.causal_attend`.
         policy: how a sparse layer chooses its pages.
         kernels: what runs the attention of decode steps.
+        fused: whether kernels also run the rest of them, see `fused_step`.
         truncate: whether top-p is applied (evaluation only).
     """
 
@@ -51,6 +54,7 @@ class SamplerStatics:
     prefill_attention: str
     policy: SelectionPolicy
     kernels: Implementation
+    fused: bool
     truncate: bool
 
     @property
@@ -170,8 +174,7 @@ def _decode_step(
     position_B = slots.length_B
     length_B = jnp.where(active_B, position_B + 1, 1)  # idle slots read one page, not their last sequence again
     budget_B = budget_for_length(values.budget_bins, length_B, statics.bin_width_tokens)
-    attend = _decode_attend(cache, slots.table_BN, position_B, length_B, budget_B, active_B, statics)
-    hidden_BD = decoder.hidden(slots.token_B[:, None], position_B[:, None], attend)[:, 0]
+    hidden_BD = _hidden(decoder, cache, slots, length_B, budget_B, statics)
     top_p = values.top_p if statics.truncate else None
     token_B, logp_B = draw(decoder.logits(hidden_BD), slots.key_B2, slots.count_B, values.temperature, top_p)
 
@@ -203,44 +206,89 @@ def _decode_step(
     return cache, slots
 
 
-def _decode_attend(cache: Cache, table_BN, position_B, length_B, budget_B, active_B, statics: SamplerStatics) -> Attend:
-    """Writes the token's key and value, then attends to the chosen pages (to all in a dense layer)."""
+def _hidden(decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: SamplerStatics) -> jax.Array:
+    """Final hidden states of the slots' tokens; writes their keys and values into the cache."""
+    token_B, position_B, active_B, table_BN = slots.token_B, slots.length_B, slots.active_B, slots.table_BN
 
-    kernels = statics.kernels
+    def read(layer: int, q_BHA: jax.Array) -> jax.Array:
+        return attend_layer(
+            layer, q_BHA, cache.pages[layer], cache.landmarks[layer], table_BN, length_B, budget_B, statics
+        )
+
+    if statics.fused:
+
+        def write(layer: int, parts_SBF, norms, cos_BR, sin_BR, eps: float) -> jax.Array:
+            pages_KPCE, landmark_BKNA = cache.pages[layer], cache.landmarks[layer]
+            at = table_BN, position_B, active_B
+            q_BHA, cache.pages[layer], cache.landmarks[layer] = rotate_and_write(
+                pages_KPCE,
+                landmark_BKNA,
+                parts_SBF,
+                norms,
+                cos_BR,
+                sin_BR,
+                *at,
+                eps=eps,
+                implementation=statics.kernels,
+            )
+            return q_BHA
+
+        return fused_hidden(decoder, token_B, position_B, write, read, statics.kernels)
 
     def attend(layer: int, q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array) -> jax.Array:
-        cache.pages[layer], cache.landmarks[layer] = landmark_update(
-            cache.pages[layer],
-            cache.landmarks[layer],
-            k_BTKA[:, 0],
-            v_BTKA[:, 0],
-            table_BN,
-            position_B,
-            active_B,
-            policy=statics.policy,
-            implementation=statics.selection_kernels,
-        )
-        if layer in statics.dense_layers:
-            return dense_decode(q_BTHA, cache.pages[layer], table_BN, length_B, implementation=kernels)
-        ids_BKM, count_B = page_select(
-            q_BTHA[:, 0],
-            cache.landmarks[layer],
-            length_B,
-            budget_B,
-            table_BN,
-            page_tokens=statics.page_tokens,
-            max_pages=statics.max_pages,
-            reserved_first=statics.reserved_first,
-            reserved_last=statics.reserved_last,
-            policy=statics.policy,
-            implementation=statics.selection_kernels,
-        )
-        o_BHA = sparse_decode(
-            q_BTHA[:, 0], cache.pages[layer], None, ids_BKM, count_B, length_B, implementation=kernels
-        )
-        return o_BHA[:, None]
+        written = write_token(cache, layer, k_BTKA[:, 0], v_BTKA[:, 0], table_BN, position_B, active_B, statics)
+        cache.pages[layer], cache.landmarks[layer] = written
+        return read(layer, q_BTHA[:, 0])[:, None]
 
-    return attend
+    return decoder.hidden(token_B[:, None], position_B[:, None], attend)[:, 0]
+
+
+def write_token(
+    cache: Cache, layer: int, k_BKA, v_BKA, table_BN, position_B, active_B, statics: SamplerStatics
+) -> tuple[jax.Array, jax.Array]:
+    """The layer's pages and landmarks with the tokens' keys and values."""
+    return landmark_update(
+        cache.pages[layer],
+        cache.landmarks[layer],
+        k_BKA,
+        v_BKA,
+        table_BN,
+        position_B,
+        active_B,
+        policy=statics.policy,
+        implementation=statics.selection_kernels,
+    )
+
+
+def choose_pages(
+    q_BHA, landmark_BKNA, table_BN, length_B, budget_B, statics: SamplerStatics
+) -> tuple[jax.Array, jax.Array]:
+    """What a sparse layer reads: ids_BKM and count_B, of `page_select`."""
+    return page_select(
+        q_BHA,
+        landmark_BKNA,
+        length_B,
+        budget_B,
+        table_BN,
+        page_tokens=statics.page_tokens,
+        max_pages=statics.max_pages,
+        reserved_first=statics.reserved_first,
+        reserved_last=statics.reserved_last,
+        policy=statics.policy,
+        landmarks_at_rest=statics.fused,
+        implementation=statics.selection_kernels,
+    )
+
+
+def attend_layer(
+    layer: int, q_BHA, pages_KPCE, landmark_BKNA, table_BN, length_B, budget_B, statics: SamplerStatics
+) -> jax.Array:
+    """Attention of one query a sequence to the chosen pages, to all of them in a dense layer."""
+    if layer in statics.dense_layers:
+        o_BTHA = dense_decode(q_BHA[:, None], pages_KPCE, table_BN, length_B, implementation=statics.kernels)
+        return o_BTHA[:, 0]
+    chosen = choose_pages(q_BHA, landmark_BKNA, table_BN, length_B, budget_B, statics)
+    return sparse_decode(q_BHA, pages_KPCE, None, *chosen, length_B, implementation=statics.kernels)
 
 
 def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> Attend:

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.implementation import PROVEN_PLATFORMS, Implementation, choose, why_unfit
+from pallas_kernels.implementation import PROVEN_PLATFORMS, Implementation, choose, kernels_start_early, why_unfit
 from sparrow_jax.config import ConfigError, RolloutConfig
 from sparrow_jax.models.attention import best_implementation
 from sparrow_jax.models.decoder import logical_axes
@@ -42,6 +42,8 @@ from sparrow_jax.sparsity import controller as controllers
 from sparrow_jax.sparsity.controller import Control, Controller
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 
+# Of XLA: in the CUDA graphs that it makes, no kernel begins before the one before it has ended.
+KERNEL_BY_KERNEL = {'xla_gpu_enable_command_buffer': ''}
 KEY_BLOCK = 64  # sample keys made by one call
 SHARDED = PartitionSpec(meshes.BATCH_AXES)
 _POOL = PartitionSpec(None, meshes.BATCH_AXES)  # pages are split over shards along P
@@ -493,7 +495,8 @@ class Engine:
 
     def _segment(self, sampling: Sampling) -> Callable:
         statics, steps = self._variant(sampling), self.rollout.segment_steps
-        build = lambda: self._sharded(functools.partial(decode_segment, self.graphdef, statics, steps), (WHOLE,))
+        function = functools.partial(decode_segment, self.graphdef, statics, steps)
+        build = lambda: self._sharded(function, (WHOLE,), compiler_options=self.compiler_options(statics))
         return self._compiled(('segment', statics), build)
 
     def _measure(self, sampling: Sampling) -> Callable:
@@ -524,10 +527,16 @@ class Engine:
             else np.ones(self.probes * self.shards, bool)
         )
 
+    def compiler_options(self, statics: SamplerStatics) -> dict[str, str] | None:
+        """Of decode steps."""
+        return KERNEL_BY_KERNEL if statics.fused and kernels_start_early() else None
+
     def _whole(self, function: Callable) -> Callable:
         return jax.jit(function, out_shardings=NamedSharding(self.mesh, WHOLE))
 
-    def _sharded(self, function: Callable, more_specs: tuple, more_out: tuple = ()) -> Callable:
+    def _sharded(
+        self, function: Callable, more_specs: tuple, more_out: tuple = (), compiler_options: dict | None = None
+    ) -> Callable:
         cache_spec = Cache(_POOL, SHARDED)  # type: ignore[arg-type]
         manual = set(meshes.BATCH_AXES if self.mesh.shape['tensor'] > 1 else meshes.AXES)
         mapped = jax.shard_map(
@@ -539,7 +548,12 @@ class Engine:
             check_vma=False,
         )
         more = [NamedSharding(self.mesh, spec) for spec in more_out]
-        return jax.jit(mapped, donate_argnums=(1, 2), out_shardings=(*self._shardings(), *more))
+        return jax.jit(
+            mapped,
+            donate_argnums=(1, 2),
+            out_shardings=(*self._shardings(), *more),
+            compiler_options=compiler_options,
+        )
 
     def _compiled(self, key: tuple, build: Callable[[], Any]) -> Any:
         if key not in self._functions:

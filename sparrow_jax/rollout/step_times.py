@@ -19,13 +19,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.dense_decode import dense_decode
-from pallas_kernels.landmark_update import landmark_update
-from pallas_kernels.page_select import page_select
+from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.sparse_decode import sparse_decode
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots
-from sparrow_jax.rollout.decode import SamplerStatics
+from sparrow_jax.rollout.decode import SamplerStatics, choose_pages, write_token
 from sparrow_jax.rollout.engine import SHARDED, WHOLE, Engine, Sampling
+from sparrow_jax.rollout.fused_step import fused_hidden
 from sparrow_jax.rollout.sampling import draw
 
 RUNS = 5  # the median of them counts
@@ -69,11 +69,6 @@ class FullSlots:
             key_B2=_placed(engine, rng.integers(0, 2**32, (B, 2), dtype=np.uint32)),
         )
         self.rewind = jax.jit(_rewound, donate_argnums=0, out_shardings=engine._shardings()[1])
-
-    @property
-    def landmark_width(self) -> int:
-        """Numbers of a landmark."""
-        return self.cache.landmarks[0].shape[-1]
 
     def _fill(self, engine: Engine, key: jax.Array) -> None:
         """Random numbers in place of zeros, in the same memory: there is no room for a second pool."""
@@ -221,21 +216,8 @@ class StepParts:
         return sum(ids_BKM[:, :, 0] for ids_BKM, _ in chosen)
 
     def _choose(self, query, landmarks, table_BN, length_B, budget_B) -> list[tuple[jax.Array, jax.Array]]:
-        s = self.statics
         return [
-            page_select(
-                query[:, 0],
-                landmark_BKNA,
-                length_B,
-                budget_B,
-                table_BN,
-                page_tokens=s.page_tokens,
-                max_pages=s.max_pages,
-                reserved_first=s.reserved_first,
-                reserved_last=s.reserved_last,
-                policy=s.policy,
-                implementation=s.selection_kernels,
-            )
+            choose_pages(query[:, 0], landmark_BKNA, table_BN, length_B, budget_B, self.statics)
             for landmark_BKNA in landmarks
         ]
 
@@ -249,7 +231,17 @@ class StepParts:
             return q_BTHA
 
         decoder = nnx.merge(self.engine.graphdef, weights)
-        hidden_BD = decoder.hidden(token_B[:, None], (start_B + turn)[:, None], attend)[:, 0]
+        if self.statics.fused:
+            shape = decoder.shape
+            queries = slice(shape.query_heads * shape.head_dim)
+
+            def write(_layer, parts_SBF, *_rotation):
+                return parts_SBF[0, :, queries].reshape(*token_B.shape, -1, shape.head_dim).astype(self.engine.dtype)
+
+            attend_to_none = lambda _layer, q_BHA: q_BHA
+            hidden_BD = fused_hidden(decoder, token_B, start_B + turn, write, attend_to_none, self.statics.kernels)
+        else:
+            hidden_BD = decoder.hidden(token_B[:, None], (start_B + turn)[:, None], attend)[:, 0]
         unforeseen_B = jnp.isinf(hidden_BD).any(axis=1)  # never
         return token_B - unforeseen_B, kept
 
@@ -261,20 +253,28 @@ class StepParts:
         return draw(decoder.logits(hidden_BD), key_B2, position_B, jnp.float32(self.engine.rollout.temperature))
 
     def _write(self, turn, cache, k_BKA, v_BKA, table_BN, start_B):
-        active_B = start_B >= 0
-        written = [
-            landmark_update(
-                *layer,
-                k_BKA,
-                v_BKA,
-                table_BN,
-                start_B + turn,
-                active_B,
-                policy=self.statics.policy,
-                implementation=self.statics.selection_kernels,
-            )
-            for layer in zip(cache.pages, cache.landmarks, strict=True)
-        ]
+        at = table_BN, start_B + turn, start_B >= 0
+        written = []
+        for layer, (pages_KPCE, landmark_BKNA) in enumerate(zip(cache.pages, cache.landmarks, strict=True)):
+            if self.statics.fused:
+                group = self.engine.shape.query_heads // self.engine.shape.kv_heads
+                heads_BhA = jnp.concatenate([k_BKA] * (group + 1) + [v_BKA], axis=1)
+                parts_SBF = heads_BhA.reshape(1, len(start_B), -1).astype(jnp.float32)
+                angle_BR = jnp.broadcast_to(jnp.float32(1), (len(start_B), k_BKA.shape[-1] // 2))
+                _, *pair = rotate_and_write(
+                    pages_KPCE,
+                    landmark_BKNA,
+                    parts_SBF,
+                    None,
+                    angle_BR,
+                    angle_BR,
+                    *at,
+                    eps=self.engine.shape.norm_eps,
+                    implementation=self.statics.kernels,
+                )
+            else:
+                pair = [*write_token(cache, layer, k_BKA, v_BKA, *at, self.statics)]
+            written.append(pair)
         return Cache([pages for pages, _ in written], [landmarks for _, landmarks in written])
 
     # ------------------------------------------------------------------ how they are run
@@ -303,6 +303,7 @@ class StepParts:
                 self._mapped(loop, (specs, carry_spec), carry_spec),
                 donate_argnums=1,
                 out_shardings=out or NamedSharding(self.engine.mesh, SHARDED),
+                compiler_options=self.engine.compiler_options(self.statics),
             )
         seconds, carry = median_seconds(lambda carry: self._graphs[name](fixed, carry), carry)
         return seconds / steps, carry

@@ -43,6 +43,10 @@ ALL = (PAGES,) * 4
 
 WIDE_SHAPE = dataclasses.replace(SHAPE, head_dim=64)  # as the Pallas kernels need it
 
+# As the fused kernels of a decode step need it; the second without QK-norm.
+FUSED_SHAPE = dataclasses.replace(WIDE_SHAPE, d_model=128, d_ff=192)
+FUSED_LLAMA = dataclasses.replace(FUSED_SHAPE, family='llama')
+
 
 def make_model(shape=SHAPE, dtype=jnp.float32):
     """(graphdef, params) of a random model that attends to few keys, so that it matters which ones are read."""

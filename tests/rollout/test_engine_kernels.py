@@ -1,11 +1,22 @@
 """The sampler on Pallas kernels draws the tokens that it draws on the JAX definitions, in float32."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sampler_setup import TIGHT, WIDE_SHAPE, Sampler, assert_same, make_model, make_requests
+from sampler_setup import (
+    FUSED_LLAMA,
+    FUSED_SHAPE,
+    TIGHT,
+    WIDE_SHAPE,
+    Sampler,
+    assert_same,
+    make_model,
+    make_requests,
+)
 
 from pallas_kernels.implementation import Implementation, choose
 from sparrow_jax.config import ConfigError
@@ -62,16 +73,46 @@ def test_the_kernels_of_this_machine_draw_the_same_tokens(wide_model, expected):
     assert_same(responses_of(wide_model, kernels), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize('shape', [FUSED_SHAPE, FUSED_LLAMA], ids=lambda shape: shape.family)
+def test_the_fused_step_draws_the_same_tokens(shape):
+    """Its definitions in JAX: the kernels are compared with those elsewhere."""
+    model, drawn = make_model(shape), []
+    for fused in (False, True):
+        sampler = Sampler(model, TIGHT, shape=shape, kernels='reference', slots=2)
+        sampler.engine._statics = dataclasses.replace(sampler.engine._statics, fused=fused)
+        drawn.append(sampler(make_requests((22, 9, 13), limit=20)))
+    assert_same(*drawn, atol=1e-5)
+
+
+def test_the_fused_step_is_for_decoders_that_its_kernels_take(monkeypatch):
+    monkeypatch.setattr(engine_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
+
+    def engine(shape=FUSED_SHAPE, dtype='bfloat16', **settings):
+        return Sampler(make_model(shape, jnp.dtype(dtype)), shape=shape, dtype=dtype, **settings).engine
+
+    assert engine()._statics.fused
+    for other, reason in (
+        (engine(WIDE_SHAPE), 'multiples of 128, not 32'),
+        (engine(dtype='float32'), 'bfloat16, not float32'),
+        (engine(slots=130), 'up to 128 rows, not 130'),
+    ):
+        assert not other._statics.fused
+        assert other.why_kernels.startswith('some chip; ')
+        assert reason in other.why_kernels
+
+
 @pytest.mark.gpu
-def test_bfloat16_distributions_on_the_kernels_of_this_machine(capsys):
+@pytest.mark.parametrize('shape', [WIDE_SHAPE, FUSED_SHAPE, FUSED_LLAMA], ids=lambda s: f'{s.family}_{s.d_model}')
+def test_bfloat16_distributions_on_the_kernels_of_this_machine(shape, capsys):
     """Exact alpha between kernels and definitions, of all tokens that were drawn after the same ones."""
     kernels, why = choose(jax.devices()[0])
     assert kernels.platform, why
     requests = make_requests((24, 9, 16, 17, 8, 23, 9, 24), limit=40, samples=8)
-    model, drawn = make_model(WIDE_SHAPE, jnp.bfloat16), []
+    model, drawn = make_model(shape, jnp.bfloat16), []
     for name in (kernels, 'reference'):
-        sampler = Sampler(model, TIGHT, keep_hidden=True, shape=WIDE_SHAPE, dtype='bfloat16', kernels=name, slots=32)
+        sampler = Sampler(model, TIGHT, keep_hidden=True, shape=shape, dtype='bfloat16', kernels=name, slots=32)
         drawn.append(sampler(requests))
+        assert sampler.engine._statics.fused == (name is kernels and shape.d_model == 128)
     decoder = nnx.merge(sampler.engine.graphdef, sampler.weights)
     logp = lambda hidden: jax.nn.log_softmax(decoder.logits(jnp.asarray(hidden)).astype(jnp.float32))
     alpha = []
@@ -109,7 +150,8 @@ def test_auto_takes_kernels_only_where_they_have_been_run(wide_model, monkeypatc
     assert engine.why_kernels.endswith('rollout.kernels=mosaic_gpu tries them')
     monkeypatch.setattr(engine_module, 'PROVEN_PLATFORMS', frozenset({'gpu'}))
     engine = Sampler(wide_model, shape=WIDE_SHAPE).engine
-    assert (engine.kernels, engine.why_kernels) == (Implementation.MOSAIC_GPU, 'some chip')
+    assert engine.kernels is Implementation.MOSAIC_GPU
+    assert engine.why_kernels.startswith('some chip')
 
 
 def test_auto_says_why_there_are_no_kernels(model):
