@@ -11,7 +11,7 @@ wrong start correct bins that no sequence has reached yet. The slope is learned 
 The lean is what the sequences that are being measured have in common: measured for hours, four of them tell little
 about all others.
 
-Everything is arithmetic on small arrays, pure, without branches. Z: length bins; E = Z + 2: the needs, the logarithm of
+Everything is arithmetic on small arrays, pure. Z: length bins; E = Z + 2: the needs, the logarithm of
 the slope, the lean.
 """
 
@@ -82,41 +82,65 @@ def aged(belief: Belief, probes: int) -> Belief:
     return _other_sequences(dataclasses.replace(belief, covariance_EE=covariance_EE), probes)
 
 
+@jax.default_matmul_precision(
+    'highest'
+)  # products of fewer bits, as accelerators like them, would drown small variances
 def updated(belief: Belief, need_Z: jax.Array, seen: Measurement, confidence: float) -> tuple[Belief, jax.Array]:
     """The belief and the needs [Z] after a measurement, the needs not yet in order.
 
-    A measurement that is more standard deviations away than `confidence` widens the belief until it is not: the policy
-    may have changed more than was thought.
+    A bin's measurement that is more standard deviations away than `confidence` widens the belief until it is not: the
+    policy may have changed more than was thought.
     """
-    Z, there_Z1 = need_Z.shape[0], seen.there_Z[:, None]
+    Z = need_Z.shape[0]
     old_E = jnp.concatenate([need_Z, belief.log_slope[None], belief.lean[None]])
-    in_force_Z = jnp.where(seen.there_Z, seen.in_force_Z, need_Z)
-    excess_Z = jnp.where(seen.there_Z, seen.excess_Z, 0)
-    variance_Z = jnp.where(seen.there_Z, seen.variance_Z, 1)
+
+    def with_bin(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        left_Z, mean_E, covariance_EE = state
+        z = jnp.argmax(left_Z)
+        excess, in_force, variance = (x[z] for x in (seen.excess_Z, seen.in_force_Z, seen.variance_Z))
+        mean_E, covariance_EE = _conditioned(mean_E, covariance_EE, z, excess, in_force, variance, confidence)
+        return left_Z.at[z].set(False), mean_E, covariance_EE
+
+    # Few bins have one at a time; a loop over scalars needs no solver, which a device would have to load.
+    state = seen.there_Z, old_E, belief.covariance_EE
+    _, new_E, covariance_EE = lax.while_loop(lambda state: state[0].any(), with_bin, state)
+    new_E = old_E + jnp.clip(new_E - old_E, -LARGEST_MOVE, LARGEST_MOVE)
+    return Belief(new_E[Z], new_E[Z + 1], covariance_EE), new_E[:Z]
+
+
+def _conditioned(
+    old_E: jax.Array,
+    covariance_EE: jax.Array,
+    z: jax.Array,
+    excess: jax.Array,
+    in_force: jax.Array,
+    variance: jax.Array,
+    confidence: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and covariance given the measurement of bin z."""
+    E = old_E.shape[0]
+    bin_E, slope_E, lean_E = (jnp.arange(E) == i for i in (z, E - 2, E - 1))
 
     def linearized(at_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What measurements would differ by from those expected at `old_E`, and their derivatives."""
-        slope, away_Z = jnp.exp(at_E[Z]), at_E[:Z] - in_force_Z
-        columns = slope * jnp.eye(Z), (slope * away_Z)[:, None], jnp.ones((Z, 1))
-        matrix_ZE = jnp.concatenate(columns, axis=1) * there_Z1
-        expected_Z = (slope * away_Z + at_E[Z + 1]) * seen.there_Z
-        return excess_Z - expected_Z - matrix_ZE @ (old_E - at_E), matrix_ZE
+        """By what the measurement differs from the one expected at `old_E`, and its derivative."""
+        slope, away = jnp.exp(at_E[E - 2]), at_E[z] - in_force
+        row_E = slope * bin_E + slope * away * slope_E + lean_E
+        return excess - slope * away - at_E[E - 1] - row_E @ (old_E - at_E), row_E
 
-    surprise_Z, matrix_ZE = linearized(old_E)
-    spread_Z = jnp.einsum('ze,ef,zf->z', matrix_ZE, belief.covariance_EE, matrix_ZE) + variance_Z
-    wider_Z = jnp.maximum(surprise_Z**2 / confidence**2 - spread_Z, 0) / jnp.exp(2 * belief.log_slope)
-    covariance_EE = belief.covariance_EE + jnp.diag(jnp.pad(wider_Z, (0, 2)))
+    surprise, row_E = linearized(old_E)
+    spread = row_E @ covariance_EE @ row_E + variance
+    wider = jnp.maximum(surprise**2 / confidence**2 - spread, 0) / row_E[z] ** 2
+    covariance_EE = covariance_EE + wider * jnp.diag(bin_E)
     new_E = old_E
     for _ in range(_ITERATIONS):
-        surprise_Z, matrix_ZE = linearized(new_E)
-        seen_ZE = matrix_ZE @ covariance_EE
-        gain_EZ = jnp.linalg.solve(seen_ZE @ matrix_ZE.T + jnp.diag(variance_Z), seen_ZE).T
-        new_E = old_E + jnp.clip(gain_EZ @ surprise_Z, -LARGEST_MOVE, LARGEST_MOVE)
-        new_E = new_E.at[Z].set(jnp.clip(new_E[Z], math.log(LEAST_SLOPE), math.log(MOST_SLOPE)))
+        surprise, row_E = linearized(new_E)
+        seen_E = covariance_EE @ row_E
+        gain_E = seen_E / (row_E @ seen_E + variance)
+        new_E = old_E + jnp.clip(gain_E * surprise, -LARGEST_MOVE, LARGEST_MOVE)
+        new_E = new_E.at[E - 2].set(jnp.clip(new_E[E - 2], math.log(LEAST_SLOPE), math.log(MOST_SLOPE)))
     # Joseph's form, which rounding leaves a covariance.
-    left_EE = jnp.eye(Z + 2) - gain_EZ @ matrix_ZE
-    covariance_EE = left_EE @ covariance_EE @ left_EE.T + (gain_EZ * variance_Z) @ gain_EZ.T
-    return Belief(new_E[Z], new_E[Z + 1], covariance_EE), new_E[:Z]
+    left_EE = jnp.eye(E) - jnp.outer(gain_E, row_E)
+    return new_E, left_EE @ covariance_EE @ left_EE.T + variance * jnp.outer(gain_E, gain_E)
 
 
 def ordered(belief: Belief, need_Z: jax.Array) -> jax.Array:

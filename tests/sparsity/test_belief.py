@@ -96,6 +96,15 @@ def test_other_sequences_lean_elsewhere():
     assert (np.diagonal(old.covariance_EE)[:BINS] > np.diagonal(belief.covariance_EE)[:BINS]).all()
 
 
+def test_accelerators_do_not_round_its_products():
+    """Their default keeps 10 bits of a float32 or fewer."""
+    need = np.zeros(BINS, np.float32)
+    text = _updated.lower(first(BINS, PROBES), need, measured([0.3] * BINS, need), CONFIDENCE).as_text()
+    products = [line for line in text.splitlines() if 'dot_general' in line]
+    assert products
+    assert all('precision = [HIGHEST, HIGHEST]' in line for line in products)
+
+
 def pooled(values, weights):
     """Isotonic regression by pooling adjacent violators."""
     blocks = []
