@@ -177,7 +177,7 @@ class StepParts:
         B, start = self.engine.rollout.slots, segment_start(cached_tokens, self.engine.rollout.segment_steps)
         token_B = lambda: self._integers(1)
         rows = lambda: self._placed(np.zeros((B, 1, shape.kv_heads, shape.head_dim), dtype))
-        kept = [(rows(), rows()) for _ in range(shape.layers)]
+        kept = [] if self.statics.fused else [(rows(), rows()) for _ in range(shape.layers)]
         hidden_BD = self._random((B, shape.d_model))
         carry = (token_B(), self._placed(np.zeros(B, np.float32)))
         k_BKA, v_BKA = (self._random((B, shape.kv_heads, shape.head_dim)) for _ in range(2))
@@ -222,7 +222,7 @@ class StepParts:
         ]
 
     def _multiply(self, turn, carry, weights, start_B):
-        """Keys and values are kept: unused, they would not be computed."""
+        """Keys and values are kept: unused, they would not be computed. The fused step makes them with the queries."""
         token_B, _ = carry
         kept = []
 

@@ -86,7 +86,10 @@ def parts(sampler):
     return StepParts(sampler.engine, sampler.weights)
 
 
-def test_every_part_takes_time_and_leaves_the_cache_usable(parts, full):
+@pytest.mark.parametrize('fused', [False, True])
+def test_every_part_takes_time_and_leaves_the_cache_usable(parts, full, fused, monkeypatch):
+    monkeypatch.setattr(parts, 'statics', dataclasses.replace(parts.statics, fused=fused))
+    monkeypatch.setattr(parts, '_graphs', {})
     seconds = {**parts.reading(full, CACHED), **parts.others(full, CACHED)}
     assert set(seconds) == {'attention', 'select', 'matmuls', 'sampling', 'cache_write'}
     assert all(0 < value < 1 for value in seconds.values())
