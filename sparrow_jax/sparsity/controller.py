@@ -82,7 +82,7 @@ class Controller:
 
     budget_Z: jax.Array  # float32 pages, ascending: what is believed to hold the target
     moves_Z: jax.Array  # int32 times that each bin's budget in pages was changed
-    p05_Z: jax.Array  # float32 as last known, by at least `urgent_count` tokens, at whatever budget; -1: never
+    p05_Z: jax.Array  # float32 as last measured, at whatever budget; -1: not even `urgent_count` tokens so far
     belief: Belief
     counts: Counts
 
@@ -259,16 +259,21 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> Control
     n_Z = jnp.maximum(seen.tokens_Z, 1).astype(jnp.float32)
     # Half a token keeps the logarithm finite.
     excess_Z = jnp.log((seen.below_Z + 0.5) / (TAIL * n_Z + 0.5))
-    measurement = beliefs.measurement(excess_Z, controller.counts.log_pages_Z / n_Z, n_Z, measured_Z)
+    # A bin that no budget brings to its target would push its neighbours, time after time.
+    now_Z = budgets(controller)
+    stuck_Z = ((now_Z >= most_Z) & (excess_Z > 0)) | ((now_Z <= control.least_budget) & (excess_Z < 0))
+    told_Z = measured_Z & ~stuck_Z
+    measurement = beliefs.measurement(excess_Z, controller.counts.log_pages_Z / n_Z, n_Z, told_Z)
     least, most = jnp.log(float(control.least_budget)), jnp.log(most_Z.astype(jnp.float32))
     need_Z = jnp.log(jnp.maximum(controller.budget_Z, LEAST_BUDGET))
     belief, need_Z = beliefs.updated(controller.belief, need_Z, measurement, control.confidence)
     # Limits ascend as well. They come first: what they forbid must not raise the bins behind.
     need_Z = beliefs.ordered(belief, jnp.clip(need_Z, least, most))
-    budget_Z = jnp.where(measured_Z.any(), jnp.clip(jnp.exp(need_Z), control.least_budget, most_Z), controller.budget_Z)
-    p05_Z = jnp.where(seen.tokens_Z >= control.urgent_count, seen.p05_Z, controller.p05_Z)
+    budget_Z = jnp.where(told_Z.any(), jnp.clip(jnp.exp(need_Z), control.least_budget, most_Z), controller.budget_Z)
+    shown_Z = measured_Z | ((controller.p05_Z < 0) & (seen.tokens_Z >= control.urgent_count))
+    p05_Z = jnp.where(shown_Z, seen.p05_Z, controller.p05_Z)
     moved = dataclasses.replace(controller, budget_Z=budget_Z, p05_Z=p05_Z, belief=belief)
-    changed_Z = budgets(moved) != budgets(controller)
+    changed_Z = budgets(moved) != now_Z
     return dataclasses.replace(
         moved, moves_Z=controller.moves_Z + changed_Z, counts=_emptied(controller.counts, measured_Z)
     )

@@ -155,6 +155,16 @@ def test_a_bin_that_no_budget_satisfies_goes_dense():
     assert (np.asarray(controller.budget_Z[:3]) <= np.asarray(MOST[:3])).all()
 
 
+@pytest.mark.parametrize(('budget', 'alpha'), [(1, 0.99), (int(MOST[0]), 0.5)])
+def test_a_bin_that_no_budget_brings_to_its_target_moves_no_other(budget, alpha):
+    begin = np.asarray([budget, 200, 250, 300])
+    seen = counted([(np.full(2500, alpha, np.float32), np.zeros(2500, int))] * 2, controller=start(begin, PROBES))
+    moved = _move(seen, CONTROL, MOST)
+    np.testing.assert_array_equal(moved.budget_Z, begin)
+    assert moved.p05_Z[0] == pytest.approx(alpha, abs=0.02)
+    assert not np.asarray(moved.counts.histogram_ZX).any()
+
+
 def test_widening_doubles_and_forgets():
     controller = _move(counted([(np.full(2500, 0.7, np.float32), np.zeros(2500, int))]), CONTROL, MOST)
     wider = widen(controller, np.asarray(MOST))
