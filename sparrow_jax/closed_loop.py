@@ -114,8 +114,12 @@ class ClosedLoop:
                 continue
             self.steps.use_policy(policy)
             points = self.record.data['offline'].setdefault(policy, [])
-            for target in self.targets:
-                self.fixed(points, policy, f'{target} as {own}', np.asarray(best[str(target)]['budget_pages']))
+            near = {f'{target} as {own}': np.asarray(best[str(target)]['budget_pages']) for target in self.targets}
+            least, most = near[f'{self.targets[0]} as {own}'], near[f'{self.targets[-1]} as {own}']
+            # Beyond both ends, for a policy that needs fewer pages or more.
+            near |= {'half the least': np.maximum(least // 2, 1), 'half as much again': most + most // 2}
+            for name, budget_Z in near.items():
+                self.fixed(points, policy, name, budget_Z)
             for target in self.targets:
                 self.fixed(points, policy, f'{target} refined', self.least(points, target))
             self.keep_best(policy)
