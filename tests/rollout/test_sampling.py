@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparrow_jax.rollout.sampling import draw, sample_keys
+from sparrow_jax.rollout.sampling import BLOCK_TOKENS, draw, sample_keys
 
 COUNT, VOCABULARY = 5000, 10
 jitted_draw, jitted_keys = jax.jit(draw), jax.jit(sample_keys)
@@ -54,6 +54,29 @@ def test_frequencies_are_the_softmax(temperature):
     p_V = softmax(logits_V, temperature)
     deviation_V = np.bincount(token_B, minlength=5) / COUNT - p_V
     assert (np.abs(deviation_V) < 4 * np.sqrt(p_V * (1 - p_V) / COUNT)).all()
+
+
+@pytest.mark.parametrize('vocabulary', [2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 50])
+def test_frequencies_are_the_softmax_over_blocks_of_the_vocabulary(vocabulary):
+    """Most of the weight on a few tokens at both ends of blocks, one block far below, the last one partly filled."""
+    rng = np.random.default_rng(3)
+    logits_V = rng.standard_normal(vocabulary)
+    likely = [0, BLOCK_TOKENS - 1, BLOCK_TOKENS, vocabulary - 1]
+    logits_V[likely] += [7.0, 6.0, 7.5, 8.0]
+    logits_V[BLOCK_TOKENS + 1 : 2 * BLOCK_TOKENS - 1] -= 200
+    logits_BV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (COUNT, vocabulary))
+    key_B2 = jitted_keys(jax.random.key(2), 0, jnp.arange(COUNT), jnp.zeros(COUNT, jnp.int32))
+    token_B, logp_B = jax.jit(draw)(logits_BV, key_B2, jnp.zeros(COUNT, jnp.int32), jnp.float32(1))
+    p_V = softmax(logits_V)
+    np.testing.assert_allclose(logp_B, np.log(p_V)[np.asarray(token_B)], rtol=0, atol=1e-5)
+    share_V = np.bincount(token_B, minlength=vocabulary) / COUNT
+    assert len(share_V) == vocabulary
+    deviation_V = np.abs(share_V - p_V)[likely]
+    assert (deviation_V < 4 * np.sqrt(p_V * (1 - p_V) / COUNT)[likely]).all()
+    rest = np.setdiff1d(np.arange(vocabulary), likely)
+    expected = p_V[rest].sum()
+    assert abs(share_V[rest].sum() - expected) < 4 * np.sqrt(expected * (1 - expected) / COUNT)
+    assert len(np.unique(np.asarray(token_B)[np.isin(token_B, rest)])) > 30
 
 
 def test_temperature_0_takes_the_largest_logit_and_scores_it_at_temperature_1():
