@@ -113,9 +113,9 @@ def interpreting() -> bool:
 
 def let_next_start() -> None:
     """Lets the thread blocks of the next kernel take what room there is beside this one's, as soon as all of these have
-    come here: what that kernel does before `wait_for_previous` then costs no time.
+    come here or ended: what that kernel does before `wait_for_previous` then costs no time.
 
-    Reads before this are asked for before those of the next kernel.
+    It belongs after `wait_for_previous`, and after the reads that should not queue behind those of the next kernel.
     """
     if not interpreting():
         _instruction('griddepcontrol.launch_dependents;')
@@ -124,8 +124,9 @@ def let_next_start() -> None:
 def wait_for_previous() -> None:
     """Waits until all kernels before this one have ended and what they wrote can be read.
 
-    A kernel that calls this may start before they end. It must do so before it reads what they may have written, and
-    before it writes anything.
+    A kernel that calls this may start while the one right before it runs. It must come here, in every thread block,
+    before it reads what that one writes, before it writes anything, and before `let_next_start`: all kernels further
+    back have then ended when the next one starts.
     """
     if not interpreting():
         plgpu.griddepcontrol_wait()  # tells the compiler that the kernel may start early

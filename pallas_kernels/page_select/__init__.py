@@ -51,9 +51,8 @@ def page_select(
             must hold the reserved pages, or all N where those are fewer.
         reserved_first, reserved_last: pages; the last must be at least 1.
         policy: how pages are scored.
-        landmarks_at_rest: whether those of all pages but the reserved ones were written long before: by an operation
-            that was followed by another one than the kernels here. The GPU kernel then reads them while those before it
-            still run.
+        landmarks_at_rest: whether the operation that runs right before this one writes none of them but those of
+            reserved pages: the GPU kernel then reads them while that one runs.
         implementation: of `pallas_kernels.implementation`; kernels have 'block_mean' alone.
 
     Returns:

@@ -86,7 +86,7 @@ def page_select(
 
         begun: Any = 1
         if landmarks_at_rest:
-            # The length may not be there yet: if it is another one, this has read too few tiles or too many.
+            # The length may not be there yet: read as another one, it brings too few tiles or too many, never others.
             begun = steps_of(length_ref[b])[1]
             for step in range(stages):
                 pl.when(step < begun)(functools.partial(read, jnp.int32(step)))

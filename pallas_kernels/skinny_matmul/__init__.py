@@ -12,6 +12,7 @@ from pallas_kernels.skinny_matmul import reference
 MAX_ROWS = 128  # more leave the products no longer limited by reading
 COLUMN_MULTIPLE = 64  # the least that a thread block makes
 DEPTH_MULTIPLE = 64  # of D that one step takes
+_COLUMNS = 'FGHIJKLM'  # of each weight, in messages
 
 __all__ = ['skinny_matmul']
 
@@ -28,10 +29,10 @@ def skinny_matmul(
 
     Args:
         x_BD: bfloat16 for the kernel, which takes up to 128 rows; any float dtype else.
-        weights: [D, F_i] each, in x's dtype.
+        weights: one to eight, [D, F_i] each, in x's dtype.
         gated: there are two weights of one shape; the result is the gated product, computed in float32.
-        weights_at_rest: whether no operation of the program that this is compiled into writes the weights: the kernel
-            then reads them while those before it still run.
+        weights_at_rest: whether the operation that runs right before this one does not write the weights, as where they
+            are arguments of a program in which this is not the first: the kernel then reads them while that one runs.
         implementation: of `pallas_kernels.implementation`; the kernel is one for GPUs.
 
     Returns:
@@ -43,10 +44,11 @@ def skinny_matmul(
     """
     op = 'skinny_matmul'
     implementation = named(op, implementation)
-    if not weights or (gated and len(weights) != 2):
-        raise ValueError(f'{op}: got {len(weights)} weights; must be {"2, gated" if gated else "1 or more"}')
+    if not 1 <= len(weights) <= len(_COLUMNS) or (gated and len(weights) != 2):
+        must = '2, gated' if gated else f'1 to {len(_COLUMNS)}'
+        raise ValueError(f'{op}: got {len(weights)} weights; must be {must}')
     arrays = {'x_BD': (x_BD, 'BD')}
-    arrays |= {f'weights[{i}]': (weight, 'DF' if gated else f'D{"FGHIJKLM"[i]}') for i, weight in enumerate(weights)}
+    arrays |= {f'weights[{i}]': (weight, f'D{_COLUMNS[0 if gated else i]}') for i, weight in enumerate(weights)}
     sizes = check_shapes(op, arrays)
     check_floats(op, x_BD=x_BD)
     for i, weight in enumerate(weights):
@@ -71,6 +73,8 @@ def why_unfit(rows: int, depth: int, columns: Sequence[int], dtype: jax.typing.D
     if rows > MAX_ROWS:
         return f'the kernel takes up to {MAX_ROWS} rows, not {rows}'
     if depth % DEPTH_MULTIPLE or any(number % COLUMN_MULTIPLE for number in columns):
-        sizes = ' and '.join(str(number) for number in (depth, *columns))
-        return f'the kernel takes weights with sides that are multiples of {COLUMN_MULTIPLE}, not of {sizes}'
+        return (
+            f'the kernel takes weights with rows in multiples of {DEPTH_MULTIPLE} and columns in multiples of '
+            f'{COLUMN_MULTIPLE}, not {depth} rows and {" and ".join(map(str, columns))} columns'
+        )
     return None

@@ -32,7 +32,7 @@ from pallas_kernels.pallas_gpu import (
 from pallas_kernels.skinny_matmul.tuning import HopperBlocks, hopper_blocks
 
 _ROW_MULTIPLE = 8  # narrowest product of the tensor cores
-_HALF_OF_MEMORY = 114 << 10  # more than a half of a multiprocessor's shared memory
+_HALF_OF_MEMORY = 114 << 10  # bytes, of a multiprocessor's shared memory
 _SWIZZLED = 64  # bfloat16 numbers of 128 bytes, the widest unit in which copies shuffle rows
 
 
@@ -47,7 +47,7 @@ def skinny_matmul(
     interpret: bool,
     blocks: HopperBlocks | None = None,
 ) -> jax.Array:
-    """See `pallas_kernels.skinny_matmul`; `blocks` are those of `tuning` unless given."""
+    """See `pallas_kernels.skinny_matmul`; `blocks` are those of `tuning` unless given, and divide all sides."""
     B, D = x_BD.shape
     columns = [weight.shape[1] for weight in weights]
     blocks = blocks or hopper_blocks(D, columns, gated)
@@ -55,12 +55,13 @@ def skinny_matmul(
     x_RD = jnp.pad(x_BD, ((0, rows - B), (0, 0))) if rows > B else x_BD
     tile, depth, stages, splits = blocks.columns, blocks.depth, blocks.stages, 1 if gated else blocks.splits
     together = 2 if gated else 1  # matrices that one block multiplies by
-    tiles = [-(-n // tile) for n in (columns[:1] if gated else columns)]
-    steps = -(-D // depth)
-    split_steps = -(-steps // splits)
+    tiles = [n // tile for n in (columns[:1] if gated else columns)]
+    steps = D // depth
+    split_steps = -(-steps // splits)  # the last splits may have fewer, or none
     width = columns[0] if gated else sum(columns)
     out_dtype = x_BD.dtype if gated else jnp.dtype(jnp.float32)
-    held = stages * depth * (rows + together * tile) * x_BD.dtype.itemsize
+    held_bytes = stages * depth * (rows + together * tile) * x_BD.dtype.itemsize
+    unused_bytes = max(_HALF_OF_MEMORY - held_bytes, 0) if blocks.alone else 0
 
     def body(x_ref: Any, *refs: Any) -> None:
         weight_refs, (out_ref, x_SRd, w_SdF, y_RF, full, *_) = refs[: len(weights)], refs[len(weights) :]
@@ -141,7 +142,7 @@ def skinny_matmul(
             plgpu.SMEM((stages * together, depth, tile), x_BD.dtype, transforms=swizzled),
             row_memory(rows, tile, out_dtype),
             plgpu.Barrier(num_arrivals=1 + together, num_barriers=stages),
-            *([plgpu.SMEM((_HALF_OF_MEMORY - held,), jnp.int8)] if blocks.alone and held < _HALF_OF_MEMORY else []),
+            *([plgpu.SMEM((unused_bytes,), jnp.int8)] if unused_bytes else []),  # leaves no room for a second block
         ),
         name=f'skinny_matmul_{rows}x{D}x{width}',
         interpret=interpret,

@@ -1,8 +1,9 @@
 """The decoder for one token a sequence, from fused kernels.
 
 The same function as `Decoder.hidden`, in other pieces: what a projection's result still needs (norms, rotation, the
-residual sum, the gate) happens in the kernel that makes or takes it, so that a layer is seven kernels and reads its
-weights at the speed of memory. Sums stay in float32 where `Decoder.hidden` rounds products to the compute dtype.
+residual sum, the gate) happens in the kernel that makes or takes it, so that a layer is seven kernels beside those of
+`attend` and reads its weights at the speed of memory. Sums stay in float32 where `Decoder.hidden` rounds products to
+the compute dtype.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ def why_unfused(shape: DecoderShape, sequences: int, dtype: np.dtype) -> str | N
     heads = [n * shape.head_dim for n in (shape.query_heads, shape.kv_heads)]
     if shape.d_model % norms.LANES:
         return f'the fused kernels take widths that are multiples of {norms.LANES}, not {shape.d_model}'
-    depths = {shape.d_model: (*heads, shape.d_ff), heads[0]: (shape.d_model,), shape.d_ff: (shape.d_model,)}
-    reasons = (products.why_unfit(sequences, depth, columns, dtype) for depth, columns in depths.items())
+    matrices = ((shape.d_model, (*heads, shape.d_ff)), (heads[0], (shape.d_model,)), (shape.d_ff, (shape.d_model,)))
+    reasons = (products.why_unfit(sequences, depth, columns, dtype) for depth, columns in matrices)
     return next((reason for reason in reasons if reason), None)
 
 

@@ -9,7 +9,7 @@ import pytest
 from aot import lower_for_h200
 from jitted_operations import over
 
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, kernel_module
 from pallas_kernels.residual_norm import cases as norm_cases
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.rotate_and_write import cases as rotate_cases
@@ -122,6 +122,23 @@ def test_interpreted_kernel_multiplies(case):
     assert_kernel_multiplies(case, INTERPRETED, at_rest=case.gated)
 
 
+@pytest.mark.parametrize('gated', [False, True])
+def test_stages_are_filled_again_and_splits_may_have_no_steps(gated):
+    """Five steps: through two stages, and by twos in four splits, of which the last has none."""
+    case = matmul_cases.Case('steps', 8, 320, (64, 64), gated=gated)
+    arguments, blocks = case.arguments(), tuning.HopperBlocks(columns=64, depth=64, stages=2, splits=4)
+    kernel = kernel_module('skinny_matmul', INTERPRETED)
+    x_BD, weights = arguments['x_BD'], tuple(arguments['weights'])
+    y = kernel.skinny_matmul(x_BD, weights, gated=gated, weights_at_rest=True, interpret=True, blocks=blocks)
+    expected = skinny_matmul(**arguments)
+    if gated:
+        assert_close(y, expected, ROUNDED['bfloat16'])
+    else:
+        assert y.shape[0] == 4
+        assert_close(y.sum(axis=0), expected.sum(axis=0), ROUNDED['float32'])
+        assert not np.asarray(y[3]).any()
+
+
 @over(norm_cases.CASES)
 def test_interpreted_kernel_adds(case):
     assert_kernel_adds(case, INTERPRETED)
@@ -220,7 +237,8 @@ def refuse(call, named):
 def test_arguments_that_do_not_fit_are_refused_by_name():
     arguments = matmul_cases.CASES[0].arguments()
     x_BD, [weight] = arguments['x_BD'], arguments['weights']
-    refuse(lambda: skinny_matmul(x_BD, []), 'got 0 weights')
+    refuse(lambda: skinny_matmul(x_BD, []), 'got 0 weights; must be 1 to 8')
+    refuse(lambda: skinny_matmul(x_BD, [weight] * 9), 'got 9 weights; must be 1 to 8')
     refuse(lambda: skinny_matmul(x_BD, [weight], gated=True), 'got 1 weights; must be 2')
     refuse(lambda: skinny_matmul(x_BD, [weight[1:]]), r'weights\[0\]')
     refuse(lambda: skinny_matmul(x_BD, [weight.astype(jnp.float32)]), r'weights\[0\] must have the dtype')
@@ -240,5 +258,5 @@ def test_products_that_the_kernel_does_not_take_have_a_reason():
     assert why_unfit(16, 2048, [4096], jnp.bfloat16) is None
     assert 'float32' in why_unfit(16, 2048, [4096], jnp.float32)
     assert '129' in why_unfit(129, 2048, [4096], jnp.bfloat16)
-    assert 'multiples of 64' in why_unfit(16, 2000, [4096], jnp.bfloat16)
-    assert 'multiples of 64' in why_unfit(16, 2048, [100], jnp.bfloat16)
+    assert 'multiples of 64, not 2000 rows' in why_unfit(16, 2000, [4096], jnp.bfloat16)
+    assert 'multiples of 64, not 2048 rows and 128 and 100 columns' in why_unfit(16, 2048, [128, 100], jnp.bfloat16)

@@ -21,6 +21,7 @@ from sampler_setup import (
 from pallas_kernels.implementation import Implementation, choose
 from sparrow_jax.config import ConfigError
 from sparrow_jax.rollout import engine as engine_module
+from sparrow_jax.rollout.fused_step import why_unfused
 from sparrow_jax.sparsity.mismatch import acceptance, lower_quantile
 
 # Interpreted, a step takes seconds: five tokens, of which the last ones read 3 of 4 pages.
@@ -100,6 +101,17 @@ def test_the_fused_step_is_for_decoders_that_its_kernels_take(monkeypatch):
         assert not other._statics.fused
         assert other.why_kernels.startswith('some chip; ')
         assert reason in other.why_kernels
+
+
+def test_every_matrix_of_a_layer_must_fit_the_fused_kernels():
+    fits = dataclasses.replace(FUSED_LLAMA, d_model=128, query_heads=2, kv_heads=1, head_dim=64, d_ff=192)
+    assert why_unfused(fits, 16, jnp.dtype('bfloat16')) is None
+    for wrong, reason in (
+        ({'d_model': 192}, 'multiples of 128, not 192'),
+        ({'head_dim': 32, 'query_heads': 4}, '128 and 32 and 192 columns'),  # queries as wide as the model, keys not
+        ({'d_ff': 200}, '200 columns'),
+    ):
+        assert reason in why_unfused(dataclasses.replace(fits, **wrong), 16, jnp.dtype('bfloat16'))
 
 
 @pytest.mark.gpu
