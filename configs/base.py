@@ -164,6 +164,12 @@ def get_config() -> ConfigDict:
     c.parallel.data = -1  # mesh axis sizes; -1 = all devices that the other axes leave
     c.parallel.fsdp = 1
     c.parallel.tensor = 1
+    # Several processes, each with devices of its own, that run the same command: 'off', 'auto' (a TPU slice, a SLURM
+    # step or a Kubernetes job, found by JAX) or 'address', by the next three fields. The scripts in launch/ set them.
+    c.parallel.distributed = 'off'
+    c.parallel.coordinator = ''  # 'address': host:port at which the first process listens
+    c.parallel.processes = 0  # 'address': how many
+    c.parallel.process = -1  # 'address': number of this one, from 0
 
     c.log = ConfigDict()
     c.log.samples_per_step = 8  # answers a step written to samples.jsonl

@@ -24,7 +24,7 @@ import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparrow_jax.config import ConfigError, resolve
+from sparrow_jax.config import ConfigError, RunConfig, resolve
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
@@ -37,6 +37,7 @@ def run(
     *,
     workdir_required: bool = True,
     config_required: bool = True,
+    uses_devices: bool = True,
     define_flags: Callable[[flags.FlagValues], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
@@ -47,6 +48,7 @@ def run(
             given. With `config_required=False` (commands that read a work directory) it is called as `main(workdir,
             **more)`.
         workdir_required, config_required: whether the command works without the flag.
+        uses_devices: whether the command runs on the devices of the configuration, with all processes that it names.
         define_flags: defines further flags on the given `FlagValues`, for example
             `flags.DEFINE_string('prompt', None, 'the question', flag_values=values)`; `main` gets them as keyword
             arguments. A flag whose default is None must be given.
@@ -65,7 +67,9 @@ def run(
                 raise ConfigError(f'--{name}: missing; {values[name].help}')
         if workdir_required and not values.workdir:
             raise ConfigError('--workdir: missing; give the folder of the run, e.g. --workdir=runs/first')
-        arguments = (resolve(config), values.workdir) if config_required else (values.workdir,)
+        run_config = resolve(config) if config_required else None
+        _prepare_jax(run_config if uses_devices else None)
+        arguments = (values.workdir,) if run_config is None else (run_config, values.workdir)
         code = main(*arguments, **more)
     except ConfigError as error:
         sys.stdout.flush()
@@ -81,6 +85,15 @@ def run(
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)
+
+
+def _prepare_jax(run: RunConfig | None) -> None:
+    from sparrow_jax import compile_cache  # these import JAX, for which a mistake in the flags need not wait
+    from sparrow_jax.parallel import hosts
+
+    compile_cache.turn_on()
+    if run is not None:
+        hosts.start(run.parallel)
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:

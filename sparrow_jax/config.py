@@ -28,6 +28,7 @@ MOST = {'seed': 2**63 - 1, 'data.seed': 2**63 - 1}
 MAY_BE_INFINITE = ('learner.tis_cap', 'learner.clip_high', 'optimizer.max_grad_norm')  # limits that then do nothing
 DAY_S = 86_400.0
 DTYPES = ('bfloat16', 'float32')
+DISTRIBUTED = ('off', 'auto', 'address')
 LAYOUTS = ('auto', 'polaris', 'dapo_math', 'gsm8k', 'aime', 'amc', 'math500', 'problem_answer')
 
 
@@ -204,6 +205,10 @@ class ParallelConfig:
     data: int
     fsdp: int
     tensor: int
+    distributed: str = 'off'
+    coordinator: str = ''
+    processes: int = 0
+    process: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,6 +359,34 @@ def _validate_controller(run: RunConfig, need: Callable[[bool, str, Any, str], N
         'rollout.segment_steps',
         run.rollout.segment_steps,
         f'an adaptive schedule scores a segment at once: set at most {MOST_CHUNK_TOKENS}',
+    )
+
+
+def _validate_processes(
+    p: ParallelConfig,
+    need: Callable[[bool, str, Any, str], None],
+    one_of: Callable[[str, Any, tuple[str, ...]], None],
+) -> None:
+    one_of('parallel.distributed', p.distributed, DISTRIBUTED)
+    if p.distributed != 'address':
+        unused = f"is for parallel.distributed='address', which is {p.distributed!r}; leave it out"
+        need(not p.coordinator, 'parallel.coordinator', p.coordinator, unused)
+        need(p.processes == 0, 'parallel.processes', p.processes, unused)
+        need(p.process == -1, 'parallel.process', p.process, unused)
+        return
+    host, _, port = p.coordinator.rpartition(':')
+    need(
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+        'parallel.coordinator',
+        p.coordinator,
+        "must be 'host:port', where the first process listens",
+    )
+    need(p.processes >= 1, 'parallel.processes', p.processes, 'must be the number of processes')
+    need(
+        0 <= p.process < p.processes,
+        'parallel.process',
+        p.process,
+        f'must be from 0 to {p.processes - 1}, another one for each process',
     )
 
 
@@ -556,3 +589,4 @@ def validate(run: RunConfig) -> None:
     for axis in ('data', 'fsdp', 'tensor'):
         value = getattr(run.parallel, axis)
         need(value == -1 or value >= 1, f'parallel.{axis}', value, 'must be positive, or -1 for all remaining devices')
+    _validate_processes(run.parallel, need, one_of)

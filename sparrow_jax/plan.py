@@ -182,4 +182,4 @@ def _flags(values: flags.FlagValues) -> None:
 
 if __name__ == '__main__':
     jax.config.update('jax_platforms', 'cpu')  # an accelerator at hand may be in use by somebody else
-    commands.run(plan, workdir_required=False, define_flags=_flags)
+    commands.run(plan, workdir_required=False, uses_devices=False, define_flags=_flags)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import jax
 
-from sparrow_jax import commands, memory
+from sparrow_jax import commands, compile_cache, memory
 from sparrow_jax.assembly import Parts, assemble
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError, RunConfig
@@ -181,6 +181,7 @@ def _start_block(
         'attention': f'{trainer.learner.attention} in the learner, {engine.kernels} in the sampler ({why})',
         'data': f'{run.data.source}, {len(trainer.train_set):,} problems, {len(trainer.held_out):,} held out',
         'workdir': str(workdir.path),
+        'compiled code': compile_cache.describe(),
     }
     if restored is not None:
         facts['resumed'] = f'from the checkpoint of step {restored}'

@@ -8,6 +8,9 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+# What tests compile leaves nothing in the home folder.
+os.environ.setdefault('SPARROW_JAX_COMPILE_CACHE', 'off')
+
 # A job that a shell starts in the background ignores Ctrl-C, and so would every process that the tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

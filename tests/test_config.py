@@ -119,6 +119,10 @@ def test_derived_sizes():
             for axis in ('data', 'fsdp', 'tensor')
             for size in (0, -2)
         ),
+        ('parallel.distributed', 'on', 'must be one of off, auto, address'),
+        ('parallel.coordinator', 'host:1234', "is for parallel.distributed='address', which is 'off'; leave it out"),
+        ('parallel.processes', 2, "is for parallel.distributed='address'"),
+        ('parallel.process', 0, "is for parallel.distributed='address'"),
         ('log.samples_per_step', -1, 'must not be negative'),
         ('data.options', '[' * 100_000, 'must be a JSON object'),
         *((f'optimizer.{name}', float('inf'), 'must be finite') for name in ('learning_rate', 'eps', 'weight_decay')),
@@ -167,6 +171,29 @@ def test_an_impossible_shape_is_refused_by_name(field, value, what):
         resolve(change(random_weights(), {field: value}))
     assert str(caught.value).startswith(f'{field}={value!r}: ')
     assert what in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'what'),
+    [
+        ('coordinator', '', "must be 'host:port'"),
+        ('coordinator', 'host', "must be 'host:port'"),
+        ('coordinator', ':80', "must be 'host:port'"),
+        ('coordinator', 'host:99999', "must be 'host:port'"),
+        ('processes', 0, 'must be the number of processes'),
+        ('process', -1, 'must be from 0 to 1'),
+        ('process', 2, 'must be from 0 to 1'),
+    ],
+)
+def test_processes_by_address_need_all_their_fields(field, value, what):
+    config = make_config()
+    p = config.parallel
+    p.distributed, p.coordinator, p.processes, p.process = 'address', 'host:1234', 2, 1
+    resolve(config)
+    p[field] = value
+    with pytest.raises(ConfigError) as error:
+        resolve(config)
+    assert f'parallel.{field}={value!r}: {what}' in str(error.value)
 
 
 def test_kernels_that_do_not_have_the_policy_are_refused():

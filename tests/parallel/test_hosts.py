@@ -1,0 +1,80 @@
+"""Two processes on this machine see each other's devices; where none is found, one sentence says so."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from sparrow_jax.config import ConfigError, ParallelConfig
+from sparrow_jax.parallel import hosts
+
+ROOT = pathlib.Path(__file__).parents[2]
+SUM_OVER_ALL = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+from sparrow_jax.config import ParallelConfig
+from sparrow_jax.parallel import hosts
+hosts.start(ParallelConfig(-1, 1, 1, 'address', sys.argv[1], 2, int(sys.argv[2])))
+gathered = multihost_utils.process_allgather(jnp.asarray([jax.process_index() + 5]))
+print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist())
+"""
+WITHOUT_CLUSTER = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(('SLURM', 'TPU', 'KUBERNETES', 'XLA_FLAGS'))
+}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return listener.getsockname()[1]
+
+
+def test_two_processes_see_each_other_s_devices():
+    address = f'127.0.0.1:{free_port()}'
+    processes = [
+        subprocess.Popen(
+            [sys.executable, '-c', SUM_OVER_ALL, address, str(process)],
+            env=WITHOUT_CLUSTER | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert out.splitlines()[-1] == '2 2 1 [5, 6]'
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_off_starts_nothing(monkeypatch):
+    monkeypatch.setattr(hosts.jax.distributed, 'initialize', lambda *_, **__: pytest.fail('started'))
+    hosts.start(ParallelConfig(-1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ('raised', 'words'),
+    [
+        (ValueError('coordinator_address should be defined.'), "parallel.distributed='auto': no TPU slice, SLURM step"),
+        (RuntimeError('DEADLINE_EXCEEDED: late\nmore'), 'the processes did not meet (DEADLINE_EXCEEDED: late); see'),
+    ],
+)
+def test_processes_that_do_not_find_each_other_are_one_sentence(raised, words, monkeypatch):
+    def fail(*_, **__):
+        raise raised
+
+    monkeypatch.setattr(hosts.jax.distributed, 'initialize', fail)
+    with pytest.raises(ConfigError) as error:
+        hosts.start(ParallelConfig(-1, 1, 1, 'auto'))
+    assert words in str(error.value)
+    assert '\n' not in str(error.value)
