@@ -32,6 +32,7 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
+from sparrow_jax.parallel import hosts
 from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
@@ -229,7 +230,8 @@ class Trainer:
         completions = [self.parts.encoder.decode(r.tokens) for r in responses]
         with self.timed('reward', 'verifying'):
             scores = self.verifier.score(repeated, completions)
-        rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
+        # An answer may run out of time in one process and not in another.
+        rewards = hosts.of_the_first(np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1))
         advantages = np.asarray(self.advantages(rewards)).reshape(-1)
         samples = as_samples(requests, responses, advantages)
         updates, scored = self.score(self.make_updates(samples))

@@ -6,6 +6,8 @@ the first process listens (`'address'`). The scripts in launch/ set these fields
 """
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from sparrow_jax.config import ConfigError, ParallelConfig
 
@@ -37,6 +39,11 @@ def start(config: ParallelConfig) -> None:
             f"parallel.distributed='{config.distributed}': the processes did not meet{where} ({_first_line(error)}); "
             'see that all of them run, and that the first can be reached'
         ) from error
+
+
+def of_the_first(array: np.ndarray) -> np.ndarray:
+    """The first process's array (of the same shape and dtype in all), so that all go on with the same numbers."""
+    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))
 
 
 def _first_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ gcloud, kubectl, sbatch, ssh and git are the test's own, first on PATH, and writ
 import json
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -266,6 +267,20 @@ def test_a_mistake_is_one_sentence_and_nothing_is_called(arguments, words, launc
     assert done.stderr.count('\n') == 1
     assert words in done.stderr
     assert launcher.calls == []
+
+
+def shown(name):
+    """The launch commands of a document, as lists of words."""
+    text = (ROOT / name).read_text().replace('\\\n', ' ')
+    return [shlex.split(line, comments=True) for line in re.findall(r'python -m launch\.([^`\n]*)', text)]
+
+
+@pytest.mark.parametrize(('name', 'count'), [('README.md', 8), ('docs/pods.md', 5)])
+def test_what_the_documents_show_is_taken(name, count, launcher):
+    commands = shown(name)
+    assert len(commands) == count
+    for command in commands:
+        assert dry(launcher, command)
 
 
 def test_a_missing_program_is_named(launcher):

@@ -12,15 +12,17 @@ from sparrow_jax.config import ConfigError, ParallelConfig
 from sparrow_jax.parallel import hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
-SUM_OVER_ALL = """
+SEE_ALL = """
 import sys
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from sparrow_jax.config import ParallelConfig
 from sparrow_jax.parallel import hosts
-hosts.start(ParallelConfig(-1, 1, 1, 'address', sys.argv[1], 2, int(sys.argv[2])))
+by_address = ('address', sys.argv[2], 2, int(sys.argv[3]))
+hosts.start(ParallelConfig(-1, 1, 1, *(by_address if sys.argv[1] == 'address' else ['auto'])))
 gathered = multihost_utils.process_allgather(jnp.asarray([jax.process_index() + 5]))
-print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist())
+first = hosts.of_the_first(np.asarray([[jax.process_index() + 0.5]], np.float32))
+print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist(), first.tolist())
 """
 WITHOUT_CLUSTER = {
     name: value
@@ -35,12 +37,27 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_two_processes_see_each_other_s_devices():
-    address = f'127.0.0.1:{free_port()}'
+def slurm_step(process, port):
+    """What SLURM sets for one of two processes, and the script of launch/slurm.py for one GPU a node."""
+    return {
+        'SLURM_JOB_ID': '1',
+        'SLURM_STEP_NODELIST': 'localhost',
+        'SLURM_NTASKS': '2',
+        'SLURM_PROCID': str(process),
+        'SLURM_LOCALID': '0',
+        'JAX_LOCAL_DEVICE_IDS': '0',
+        'JAX_COORDINATOR_PORT': str(port),
+    }
+
+
+@pytest.mark.parametrize('distributed', ['address', 'auto'])
+def test_two_processes_see_each_other_s_devices(distributed):
+    port = free_port()
+    found = slurm_step if distributed == 'auto' else lambda *_: {}
     processes = [
         subprocess.Popen(
-            [sys.executable, '-c', SUM_OVER_ALL, address, str(process)],
-            env=WITHOUT_CLUSTER | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
+            [sys.executable, '-c', SEE_ALL, distributed, f'127.0.0.1:{port}', str(process)],
+            env=WITHOUT_CLUSTER | found(process, port) | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -51,7 +68,7 @@ def test_two_processes_see_each_other_s_devices():
         for process in processes:
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
-            assert out.splitlines()[-1] == '2 2 1 [5, 6]'
+            assert out.splitlines()[-1] == '2 2 1 [5, 6] [[0.5]]'
     finally:
         for process in processes:
             process.kill()
