@@ -102,7 +102,7 @@ def test_the_bytes_are_those_of_the_engine_s_arrays(fields):
         run.model.compute_dtype,
         Probing(control, run.controller.probes) if adaptive else None,
     )
-    cache, slots = engine._fresh(True)()
+    cache, slots = engine.functions.fresh(True)()
     size = lambda arrays: sum(array.nbytes for array in jax.tree.leaves(arrays))
     probes = size((slots.probe_table_PN, slots.probe_length_P, slots.probe_hidden_PTD))
     parts = memory.estimate(run, setup.shape, ONE, 'cpu')

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.sparse_decode import sparse_decode
-from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots
 from sparrow_jax.rollout.decode import SamplerStatics, choose_pages, write_token
-from sparrow_jax.rollout.engine import SHARDED, WHOLE, Engine, Sampling
+from sparrow_jax.rollout.engine import Engine
+from sparrow_jax.rollout.functions import CACHE, SHARDED, WHOLE, Sampling
 from sparrow_jax.rollout.fused_step import fused_hidden
 from sparrow_jax.rollout.sampling import draw
 
@@ -32,7 +32,6 @@ RUNS = 5  # the median of them counts
 SEGMENTS = 3  # of one run
 SCALE = 0.1  # standard deviation of what stands in the cache
 NEVER_ENDS = 1 << 30  # response tokens
-CACHE = Cache(PartitionSpec(None, meshes.BATCH_AXES), SHARDED)  # type: ignore[arg-type]
 
 State = TypeVar('State')
 
@@ -56,7 +55,7 @@ class FullSlots:
         for first in range(0, B, per_shard):
             places = rng.permutation(engine.pool_pages)[: per_shard * pages]
             table_BN[first : first + per_shard, :pages] = places.reshape(per_shard, pages)
-        self.cache, slots = engine._fresh(False)()
+        self.cache, slots = engine.functions.fresh(False)()
         self._fill(engine, key)
         integers = lambda value: _placed(engine, np.full(B, value, np.int32))
         self.slots = dataclasses.replace(
@@ -68,11 +67,11 @@ class FullSlots:
             active_B=_placed(engine, np.ones(B, bool)),
             key_B2=_placed(engine, rng.integers(0, 2**32, (B, 2), dtype=np.uint32)),
         )
-        self.rewind = jax.jit(_rewound, donate_argnums=0, out_shardings=engine._shardings()[1])
+        self.rewind = jax.jit(_rewound, donate_argnums=0, out_shardings=engine.functions.shardings()[1])
 
     def _fill(self, engine: Engine, key: jax.Array) -> None:
         """Random numbers in place of zeros, in the same memory: there is no room for a second pool."""
-        layouts = engine._shardings()[0]
+        layouts = engine.functions.shardings()[0]
         pages = jax.jit(_random_pages, donate_argnums=0, out_shardings=layouts.pages)
         landmarks = jax.jit(_random, donate_argnums=0, out_shardings=layouts.landmarks)
         for layer in range(engine.shape.layers):
@@ -102,7 +101,7 @@ def step_seconds(engine: Engine, weights: nnx.State, full: FullSlots, cached_tok
         RuntimeError: a sequence did not decode to the end of a segment: the time would be that of fewer.
     """
     sampling, steps = sampling_of(engine), engine.rollout.segment_steps
-    run, values = engine._segment(sampling), engine._values(sampling)
+    run, values = engine.functions.segment(sampling), engine.values(sampling)
     start = np.int32(segment_start(cached_tokens, steps))
 
     def segment(state: tuple[Cache, Slots]) -> tuple[Cache, Slots]:
@@ -146,7 +145,7 @@ class StepParts:
 
     def __init__(self, engine: Engine, weights: nnx.State):
         self.engine, self.weights = engine, weights
-        self.statics: SamplerStatics = engine._variant(sampling_of(engine))
+        self.statics: SamplerStatics = engine.functions.variant(sampling_of(engine))
         self.sparse_layers = [i for i in range(engine.shape.layers) if i not in self.statics.dense_layers]
         self._graphs: dict[str, Callable] = {}
 
@@ -297,28 +296,21 @@ class StepParts:
         def loop(fixed: tuple, carry: State) -> State:
             return lax.fori_loop(0, steps, lambda turn, carry: step(turn, carry, *fixed), carry)
 
-        carry_spec, out = (CACHE, self.engine._shardings()[0]) if isinstance(carry, Cache) else (SHARDED, None)
+        carry_spec, out = (CACHE, self.engine.functions.shardings()[0]) if isinstance(carry, Cache) else (SHARDED, None)
         if name not in self._graphs:
             self._graphs[name] = jax.jit(
-                self._mapped(loop, (specs, carry_spec), carry_spec),
+                self.engine.functions.mapped(loop, (specs, carry_spec), carry_spec),
                 donate_argnums=1,
                 out_shardings=out or NamedSharding(self.engine.mesh, SHARDED),
-                compiler_options=self.engine.compiler_options(self.statics),
+                compiler_options=self.engine.functions.compiler_options(self.statics),
             )
         seconds, carry = median_seconds(lambda carry: self._graphs[name](fixed, carry), carry)
         return seconds / steps, carry
 
-    def _mapped(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        mesh = self.engine.mesh
-        manual = set(meshes.BATCH_AXES if mesh.shape['tensor'] > 1 else meshes.AXES)
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
-        )
-
     def _chosen(self, query: jax.Array, choose: tuple) -> list[tuple[jax.Array, jax.Array]]:
         """Pages of every sparse layer and how many of them, for the attention."""
         if 'chosen' not in self._graphs:
-            self._graphs['chosen'] = jax.jit(self._mapped(self._choose, (SHARDED,) * 5, SHARDED))
+            self._graphs['chosen'] = jax.jit(self.engine.functions.mapped(self._choose, (SHARDED,) * 5, SHARDED))
         return self._graphs['chosen'](query, *choose)
 
     def _queries(self) -> jax.Array:

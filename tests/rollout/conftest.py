@@ -28,6 +28,8 @@ def small_pool(model):
     """Eight slots, but pages for two longest sequences only. Its segment is compiled ahead, so that it can be read."""
     sampler = Sampler(model, TIGHT, slots=8, pool_pages=2 * PAGES, prefill_rows=3, segment_steps=13)
     engine, sampling = sampler.engine, Sampling(1.0)
-    segment = engine._segment(sampling).lower(sampler.weights, *engine._fresh(False)(), engine._values(sampling))
-    engine._functions['segment', engine._variant(sampling)] = segment.compile()
+    segment = engine.functions.segment(sampling).lower(
+        sampler.weights, *engine.functions.fresh(False)(), engine.values(sampling)
+    )
+    engine.functions.compiled['segment', engine.functions.variant(sampling)] = segment.compile()
     return sampler

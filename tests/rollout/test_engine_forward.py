@@ -18,7 +18,7 @@ from sampler_setup import (
 )
 from teacher_forced import log_softmax
 
-import sparrow_jax.rollout.engine as engine_module
+import sparrow_jax.rollout.functions as functions_module
 
 REQUESTS = make_requests()
 
@@ -120,13 +120,13 @@ def test_prompts_around_page_ends(model, sampler):
 def test_nothing_relies_on_what_fresh_memory_holds(sampler, monkeypatch):
     """The cache starts as NaN, pool and landmarks: no bit of any response changes."""
     clean = sampler(REQUESTS)
-    make_cache, made = engine_module.make_cache, []
+    make_cache, made = functions_module.make_cache, []
 
     def unclean(*args, **kwargs):
         made.append(jax.tree.map(lambda x: x * np.nan, make_cache(*args, **kwargs)))
         return made[-1]
 
-    monkeypatch.setattr(engine_module, 'make_cache', unclean)
-    monkeypatch.delitem(sampler.engine._functions, ('fresh', True))  # compiled with the clean one
+    monkeypatch.setattr(functions_module, 'make_cache', unclean)
+    monkeypatch.delitem(sampler.engine.functions.compiled, ('fresh', True))  # compiled with the clean one
     assert_same(sampler(REQUESTS), clean, atol=0)
     assert len(made) == 1

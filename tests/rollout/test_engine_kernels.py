@@ -20,7 +20,7 @@ from sampler_setup import (
 
 from pallas_kernels.implementation import Implementation, choose
 from sparrow_jax.config import ConfigError
-from sparrow_jax.rollout import engine as engine_module
+from sparrow_jax.rollout import functions as functions_module
 from sparrow_jax.rollout.fused_step import why_unfused
 from sparrow_jax.sparsity.mismatch import acceptance, lower_quantile
 
@@ -81,24 +81,25 @@ def test_the_fused_step_draws_the_same_tokens(shape):
     model, drawn = make_model(shape), []
     for fused in (False, True):
         sampler = Sampler(model, TIGHT, shape=shape, kernels='reference', slots=2)
-        sampler.engine._statics = dataclasses.replace(sampler.engine._statics, fused=fused)
+        functions = sampler.engine.functions
+        functions.statics = dataclasses.replace(functions.statics, fused=fused)
         drawn.append(sampler(make_requests((22, 9, 13), limit=20)))
     assert_same(*drawn, atol=1e-5)
 
 
 def test_the_fused_step_is_for_decoders_that_its_kernels_take(monkeypatch):
-    monkeypatch.setattr(engine_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
+    monkeypatch.setattr(functions_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
 
     def engine(shape=FUSED_SHAPE, dtype='bfloat16', **settings):
         return Sampler(make_model(shape, jnp.dtype(dtype)), shape=shape, dtype=dtype, **settings).engine
 
-    assert engine()._statics.fused
+    assert engine().functions.statics.fused
     for other, reason in (
         (engine(WIDE_SHAPE), 'multiples of 128, not 32'),
         (engine(dtype='float32'), 'bfloat16, not float32'),
         (engine(slots=130), 'up to 128 rows, not 130'),
     ):
-        assert not other._statics.fused
+        assert not other.functions.statics.fused
         assert other.why_kernels.startswith('some chip; ')
         assert reason in other.why_kernels
 
@@ -125,7 +126,7 @@ def test_bfloat16_distributions_on_the_kernels_of_this_machine(shape, capsys):
     for name in (kernels, 'reference'):
         sampler = Sampler(model, TIGHT, keep_hidden=True, shape=shape, dtype='bfloat16', kernels=name, slots=32)
         drawn.append(sampler(requests))
-        assert sampler.engine._statics.fused == (name is kernels and shape.d_model == 128)
+        assert sampler.engine.functions.statics.fused == (name is kernels and shape.d_model == 128)
     decoder = nnx.merge(sampler.engine.graphdef, sampler.weights)
     logp = lambda hidden: jax.nn.log_softmax(decoder.logits(jnp.asarray(hidden)).astype(jnp.float32))
     alpha = []
@@ -156,12 +157,12 @@ def test_kernels_of_another_machine_are_refused_before_anything_compiles(model, 
 
 
 def test_auto_takes_kernels_only_where_they_have_been_run(wide_model, monkeypatch):
-    monkeypatch.setattr(engine_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
-    monkeypatch.setattr(engine_module, 'PROVEN_PLATFORMS', frozenset())
+    monkeypatch.setattr(functions_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
+    monkeypatch.setattr(functions_module, 'PROVEN_PLATFORMS', frozenset())
     engine = Sampler(wide_model, shape=WIDE_SHAPE).engine
     assert engine.kernels is Implementation.REFERENCE
     assert engine.why_kernels.endswith('rollout.kernels=mosaic_gpu tries them')
-    monkeypatch.setattr(engine_module, 'PROVEN_PLATFORMS', frozenset({'gpu'}))
+    monkeypatch.setattr(functions_module, 'PROVEN_PLATFORMS', frozenset({'gpu'}))
     engine = Sampler(wide_model, shape=WIDE_SHAPE).engine
     assert engine.kernels is Implementation.MOSAIC_GPU
     assert engine.why_kernels.startswith('some chip')

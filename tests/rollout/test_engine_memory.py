@@ -8,9 +8,12 @@ from sparrow_jax.rollout.engine import Sampling
 def test_cache_and_slots_keep_their_buffers(small_pool):
     """What is donated comes back in the same memory, and cannot be read any more."""
     engine, sampling, weights = small_pool.engine, Sampling(1.0), small_pool.weights
-    values, prompts = engine._values(sampling), engine._prompt_arrays([[]], engine.prefill_lengths[0])
-    state = engine._fresh(False)()
-    for function, arguments in ((engine._prefill(sampling), (prompts, values)), (engine._segment(sampling), (values,))):
+    values, prompts = engine.values(sampling), engine.prompt_arrays([[]], engine.prefill_lengths[0])
+    state = engine.functions.fresh(False)()
+    for function, arguments in (
+        (engine.functions.prefill(sampling), (prompts, values)),
+        (engine.functions.segment(sampling), (values,)),
+    ):
         given = jax.tree.leaves(state)
         places = [array.unsafe_buffer_pointer() for array in given]
         state = function(weights, *state, *arguments)
@@ -22,8 +25,8 @@ def test_cache_and_slots_keep_their_buffers(small_pool):
 
 
 def test_the_compiled_segment_copies_no_pool(small_pool):
-    compiled = small_pool.engine._segment(Sampling(1.0))
-    cache, slots = small_pool.engine._fresh(False)()
+    compiled = small_pool.engine.functions.segment(Sampling(1.0))
+    cache, slots = small_pool.engine.functions.fresh(False)()
     given = jax.tree.leaves((cache, slots))
     assert compiled.memory_analysis().alias_size_in_bytes == sum(array.nbytes for array in given)
     for array in (cache.pages[0], cache.landmarks[0]):
@@ -35,14 +38,14 @@ def test_the_compiled_segment_copies_no_pool(small_pool):
 
 def test_warming_up_several_ways_of_sampling_holds_one_pool_at_a_time(small_pool, monkeypatch):
     engine, sampling = small_pool.engine, Sampling(1.0)
-    shape = engine._fresh(False)()[0].pages[0].shape
+    shape = engine.functions.fresh(False)()[0].pages[0].shape
     count = lambda: sum(array.shape == shape for array in jax.live_arrays())
-    before, held, fresh = count(), [], engine._fresh
+    before, held, fresh = count(), [], engine.functions.fresh
 
     def counted(keep_hidden):
         held.append(count() - before)
         return fresh(keep_hidden)
 
-    monkeypatch.setattr(engine, '_fresh', counted)
+    monkeypatch.setattr(engine.functions, 'fresh', counted)
     engine.warm_up(small_pool.weights, [sampling, sampling])
     assert held == [0, 0]

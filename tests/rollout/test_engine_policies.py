@@ -8,7 +8,7 @@ from sampler_setup import ALL, MIXED, PAGE, TIGHT, WIDE_SHAPE, Sampler, assert_s
 from sampler_setup import make_requests as requests_of
 from teacher_forced import log_softmax
 
-import sparrow_jax.rollout.engine as engine_module
+import sparrow_jax.rollout.functions as functions_module
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.page_select.policies import SelectionPolicy
 
@@ -30,7 +30,7 @@ def watched(model):
     sampler, seen = Sampler(model, policy='quest', segment_steps=1), []
 
     def watch(name):
-        make = getattr(sampler.engine, name)
+        make = getattr(sampler.engine.functions, name)
 
         def made(sampling):
             function = make(sampling)
@@ -42,10 +42,10 @@ def watched(model):
 
             return call
 
-        setattr(sampler.engine, name, made)
+        setattr(sampler.engine.functions, name, made)
 
-    watch('_prefill')
-    watch('_segment')
+    watch('prefill')
+    watch('segment')
     sampler(REQUESTS, budgets=TIGHT)
     return seen
 
@@ -84,7 +84,7 @@ def test_a_budget_of_all_pages_equals_dense_sampling(sampler, samplers, policy):
 
 def test_quest_keeps_the_extremes_of_every_page_that_is_full(watched):
     """After each prefill and each token, in every layer and slot."""
-    made = {'_prefill': 0, '_segment': 0}
+    made = {'prefill': 0, 'segment': 0}
     known = {}
     for name, (cache, slots) in watched:
         for slot in np.flatnonzero(slots.active_B):
@@ -99,12 +99,15 @@ def test_quest_keeps_the_extremes_of_every_page_that_is_full(watched):
                 made[name] += full - known.get(key, 0)
                 known[key] = full
     layers = len(watched[0][1][0].pages)
-    assert made['_prefill'] >= 4 * layers  # sequences that go on after their first token
-    assert made['_segment'] >= 8 * layers
+    assert made['prefill'] >= 4 * layers  # sequences that go on after their first token
+    assert made['segment'] >= 8 * layers
 
 
 def test_quest_takes_landmarks_twice_as_wide_and_the_others_do_not(samplers):
-    width = {policy: sampler.engine._fresh(True)()[0].landmarks[-1].shape[-1] for policy, sampler in samplers.items()}
+    width = {
+        policy: sampler.engine.functions.fresh(True)()[0].landmarks[-1].shape[-1]
+        for policy, sampler in samplers.items()
+    }
     assert width == {'block_mean': 16, 'quest': 32, 'group_softmax': 16}
 
 
@@ -115,18 +118,18 @@ def wide_model():
 
 @pytest.mark.parametrize('policy', OTHERS)
 def test_kernels_are_left_out_of_selection_alone_and_the_engine_says_so(wide_model, monkeypatch, policy):
-    monkeypatch.setattr(engine_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
+    monkeypatch.setattr(functions_module, 'choose', lambda _: (Implementation.MOSAIC_GPU, 'some chip'))
     engine = Sampler(wide_model, shape=WIDE_SHAPE, policy=policy).engine
     assert engine.kernels is Implementation.MOSAIC_GPU
     assert engine.why_kernels == (
         f'some chip; schedule.policy={policy} has no kernels, JAX definitions choose its pages; '
         'landmarks other than means are not written by the fused kernels'
     )
-    assert engine._statics.kernels is Implementation.MOSAIC_GPU
-    assert engine._statics.selection_kernels is Implementation.REFERENCE
+    assert engine.functions.statics.kernels is Implementation.MOSAIC_GPU
+    assert engine.functions.statics.selection_kernels is Implementation.REFERENCE
     engine = Sampler(wide_model, shape=WIDE_SHAPE).engine
     assert 'policy' not in engine.why_kernels
-    assert engine._statics.selection_kernels is Implementation.MOSAIC_GPU
+    assert engine.functions.statics.selection_kernels is Implementation.MOSAIC_GPU
 
 
 def sample_wide(wide_model, policy, **rollout):
@@ -139,7 +142,7 @@ def sample_wide(wide_model, policy, **rollout):
 @pytest.mark.parametrize('policy', OTHERS)
 def test_interpreted_attention_kernels_beside_the_definitions_of_selection(wide_model, policy):
     sampler, responses = sample_wide(wide_model, policy, kernels='mosaic_tpu_interpreted')
-    assert sampler.engine._statics.kernels is Implementation.MOSAIC_TPU_INTERPRETED
+    assert sampler.engine.functions.statics.kernels is Implementation.MOSAIC_TPU_INTERPRETED
     assert_same(responses, sample_wide(wide_model, policy, kernels='reference')[1])
 
 
@@ -147,6 +150,6 @@ def test_interpreted_attention_kernels_beside_the_definitions_of_selection(wide_
 @pytest.mark.parametrize('policy', OTHERS)
 def test_attention_kernels_of_this_machine_beside_the_definitions_of_selection(wide_model, policy):
     sampler, responses = sample_wide(wide_model, policy, max_response_tokens=40)
-    assert sampler.engine._statics.kernels.platform
-    assert sampler.engine._statics.selection_kernels is Implementation.REFERENCE
+    assert sampler.engine.functions.statics.kernels.platform
+    assert sampler.engine.functions.statics.selection_kernels is Implementation.REFERENCE
     assert_same(responses, sample_wide(wide_model, policy, max_response_tokens=40, kernels='reference')[1], atol=1e-4)

@@ -46,7 +46,7 @@ def test_keys_are_distinct_and_the_same_whatever_the_sharding(sharded, sampler, 
     keys = [tuple(key) for key in sharded[mesh]['keys']]
     assert len(set(keys)) == len(REQUESTS) == 32
     assert not set(keys) & {tuple(key) for key in sharded[mesh]['next_keys']}
-    np.testing.assert_array_equal(keys, sampler.engine._request_keys(REQUESTS, jax.random.key(5), 3))
+    np.testing.assert_array_equal(keys, sampler.engine.request_keys(REQUESTS, jax.random.key(5), 3))
 
 
 @pytest.mark.parametrize('mesh', MESHES)

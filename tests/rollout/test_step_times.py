@@ -27,7 +27,8 @@ LONGEST = 44  # pages for 6, of which a segment of 8 steps fills the last one in
 def sampler(model):
     """One whose sequences never end."""
     sampler = Sampler(model, budgets=(BUDGET,) * len(ALL), pool_pages=4 * 6)
-    sampler.engine._statics = dataclasses.replace(sampler.engine._statics, end_ids=(SHAPE.vocab_size,))
+    functions = sampler.engine.functions
+    functions.statics = dataclasses.replace(functions.statics, end_ids=(SHAPE.vocab_size,))
     return sampler
 
 
