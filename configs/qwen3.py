@@ -9,8 +9,6 @@ from ml_collections import ConfigDict
 
 from configs import base
 
-PAGES_PER_SEQUENCE = (2048 + 37_888) // 16  # of the longest prompt and response
-
 
 def math_rl(
     size: str,
@@ -21,7 +19,6 @@ def math_rl(
     d_ff: int,
     tie_embeddings: bool,
     slots: int,
-    pool_sequences: int,
     rows: int = 1,
 ) -> ConfigDict:
     """Math RL of one Qwen3 model on Polaris-53K; unlocked.
@@ -31,7 +28,6 @@ def math_rl(
         d_model, layers, query_heads, d_ff, tie_embeddings: of the shape; 8 KV heads of 128 and a vocabulary of 151,936
         are common to all.
         slots: sequences that decode together, over all devices.
-        pool_sequences: longest sequences that the KV pool of one data shard holds.
         rows: of one learner pass, over all devices; each is one sequence of up to 39,936 tokens.
     """
     c = base.get_config()
@@ -59,7 +55,7 @@ def math_rl(
     c.rollout.max_prompt_tokens = 2048
     c.rollout.max_response_tokens = 37_888  # 37K; with the prompt 1,024 below what the model knows
     c.rollout.page_tokens = 16
-    c.rollout.pool_pages = pool_sequences * PAGES_PER_SEQUENCE
+    c.rollout.pool_pages = 0  # what the other parts leave of the memory
     c.rollout.temperature = 1.0
 
     c.schedule.kind = 'published'

@@ -26,7 +26,6 @@ def get_config(arg: str = '') -> ConfigDict:
         d_ff=3072,
         tie_embeddings=True,
         slots=32,
-        pool_sequences=20,
     )
     c.schedule.kind = 'fixed'
     # No schedule was published for this size. 253 pages, 4,048 tokens, is what the 1.7B table reads at its longest

@@ -26,6 +26,5 @@ def get_config(arg: str = '') -> ConfigDict:
         d_ff=6144,
         tie_embeddings=True,
         slots=32,
-        pool_sequences=16,
     )
     return base.finish(c, arg, 'qwen3_1p7b.py')

@@ -3,12 +3,12 @@
     python -m sparrow_jax.train --config=configs/qwen3_32b.py --config.data.source=POLARIS.jsonl
     --workdir=runs/qwen3_32b
 
-Needs 16 H200s (141 GB each), the checkpoint's folder in weights/Qwen3-32B (or --config.model.path=...) and a file of
-problems in the layout of Polaris-53K. A run that would not fit the memory at hand says so before it reads weights.
-This size has not been trained to its end here. The paper did not train this size, so there is no published schedule
-and no score to expect. The budget is fixed; watch `sparse/alpha_p05`, and give a schedule of your own with
-`schedule.kind=file`. `qwen3_32b.py:smoke` runs two steps of the same settings with a tiny random model, in seconds on
-a CPU.
+Needs 32 H200s (141 GB each, with XLA_CLIENT_MEM_FRACTION=0.9), the checkpoint's folder in weights/Qwen3-32B (or
+--config.model.path=...) and a file of problems in the layout of Polaris-53K. A run that would not fit the memory at
+hand says so before it reads weights. This size has not been trained to its end here. The paper did not train this
+size, so there is no published schedule and no score to expect. The budget is fixed; watch `sparse/alpha_p05`, and give
+a schedule of your own with `schedule.kind=file`. `qwen3_32b.py:smoke` runs two steps of the same settings with a tiny
+random model, in seconds on a CPU.
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +26,6 @@ def get_config(arg: str = '') -> ConfigDict:
         d_ff=25600,
         tie_embeddings=False,
         slots=64,
-        pool_sequences=6,
         rows=8,
     )
     c.schedule.kind = 'fixed'

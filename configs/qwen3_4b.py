@@ -24,7 +24,6 @@ def get_config(arg: str = '') -> ConfigDict:
         d_ff=9728,
         tie_embeddings=True,
         slots=64,
-        pool_sequences=12,
         rows=4,
     )
     c.parallel.data, c.parallel.fsdp = 1, -1  # weights and optimizer are split over all devices

@@ -16,6 +16,7 @@ from sparrow_jax.rollout.engine import Engine, Probing
 from sparrow_jax.sparsity.controller import Control
 
 QWEN = '--config=configs/qwen3_1p7b.py'
+POOL = '--config.rollout.pool_pages=39936'
 ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
 
@@ -116,7 +117,7 @@ def test_the_bytes_are_those_of_the_engine_s_arrays(fields):
 
 def test_a_plan_is_printed_whole(capsys, monkeypatch):
     monkeypatch.setenv('XLA_CLIENT_MEM_FRACTION', '0.95')
-    assert call(QWEN, '--cached_tokens=16384,32768') == 0
+    assert call(QWEN, POOL, '--cached_tokens=16384,32768') == 0
     shown = capsys.readouterr().out
     assert re.search(r'^  rollout: KV pool +68\.2 GiB$', shown, re.MULTILINE)
     assert re.search(r'the KV pool has 39,936 pages of 16 tokens, 638,976 tokens, 16\.0 sequences', shown)
@@ -140,7 +141,7 @@ def test_a_pool_that_is_not_given_takes_what_is_left(capsys, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_is_shown_with_its_parts(capsys):
-    assert call(QWEN, '--chip=v6e') == plan.NO_FIT
+    assert call(QWEN, POOL, '--chip=v6e') == plan.NO_FIT
     shown = capsys.readouterr().out
     assert 'warning: this run does not fit' in shown
     assert 'rollout: KV pool' in shown
