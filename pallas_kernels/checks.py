@@ -76,6 +76,13 @@ def check_integers(op: str, **arrays: jax.Array) -> None:
             raise ValueError(f'{op}: {name} must be int32, got {array.dtype}')
 
 
+def check_bools(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array is boolean."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.bool_:
+            raise ValueError(f'{op}: {name} must be bool, got {array.dtype}')
+
+
 def check_floats(op: str, **arrays: jax.Array) -> None:
     """Raises ValueError unless every array is floating point."""
     for name, array in arrays.items():

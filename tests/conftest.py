@@ -42,5 +42,14 @@ def compile_cache(shared_folder):
 
 
 @pytest.fixture(scope='module')
+def in_the_repository(compile_cache):
+    """Commands run from the repository's root, as their configurations' paths ask for."""
+    del compile_cache  # in use from here on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(pathlib.Path(__file__).parents[1])
+        yield
+
+
+@pytest.fixture(scope='module')
 def data_cache(shared_folder) -> str:
     return str(shared_folder / 'data')

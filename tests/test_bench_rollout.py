@@ -6,10 +6,10 @@ import math
 import re
 
 import pytest
-from tiny_run import ROOT
+from tiny_run import exit_code
 
 from configs import qwen3_8b
-from sparrow_jax import bench_rollout, commands
+from sparrow_jax import bench_rollout
 from sparrow_jax.config import resolve
 
 SMOKE = '--config=configs/qwen3_1p7b.py:smoke'
@@ -31,20 +31,11 @@ FACTS = {'device', 'jax', 'kernels', 'read_bandwidth_tb_s', 'valid', 'command', 
 PARTS = {'attention', 'select', 'matmuls', 'sampling', 'cache_write', 'other'}
 
 
-@pytest.fixture(scope='module', autouse=True)
-def in_the_repository(compile_cache):
-    del compile_cache  # in use from here on
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield
+pytestmark = pytest.mark.usefixtures('in_the_repository')
 
 
 def call(*arguments) -> int:
-    """The exit code of the command line."""
-    options = {'workdir_required': False, 'define_flags': bench_rollout._flags}
-    with pytest.raises(SystemExit) as exit_:
-        commands.run(bench_rollout.bench_rollout, **options, argv=['bench_rollout', *map(str, arguments)])
-    return exit_.value.code
+    return exit_code(bench_rollout.bench_rollout, arguments, workdir_required=False, define_flags=bench_rollout._flags)
 
 
 def case(row) -> tuple:

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_run import ROOT
+from tiny_run import exit_code
 
 from sparrow_jax import closed_loop, commands
 from sparrow_jax.closed_loop_steps import Steps
@@ -16,20 +16,11 @@ CONFIG = 'configs/smollm2_long.py:smoke'
 SMOKE = f'--config={CONFIG}'
 
 
-@pytest.fixture(scope='module', autouse=True)
-def in_the_repository(compile_cache):
-    del compile_cache  # in use from here on
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield
+pytestmark = pytest.mark.usefixtures('in_the_repository')
 
 
 def call(*arguments) -> int:
-    """The exit code of the command line."""
-    options = {'workdir_required': False, 'define_flags': closed_loop._flags}
-    with pytest.raises(SystemExit) as exit_:
-        commands.run(closed_loop.closed_loop, **options, argv=['closed_loop', *map(str, arguments)])
-    return exit_.value.code
+    return exit_code(closed_loop.closed_loop, arguments, workdir_required=False, define_flags=closed_loop._flags)
 
 
 def written(folder):

@@ -21,12 +21,7 @@ CONFIGS = sorted(
 )
 
 
-@pytest.fixture(scope='module', autouse=True)
-def in_the_repository(compile_cache):
-    del compile_cache  # in use from here on
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield
+pytestmark = pytest.mark.usefixtures('in_the_repository')
 
 
 @pytest.fixture(scope='module')

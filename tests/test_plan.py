@@ -7,7 +7,7 @@ import sys
 
 import jax
 import pytest
-from tiny_run import ROOT
+from tiny_run import ROOT, exit_code
 
 from sparrow_jax import chips, commands, memory, plan
 from sparrow_jax.bench_setup import make_setup
@@ -28,11 +28,7 @@ def in_the_repository(monkeypatch):
 
 
 def call(*arguments) -> int:
-    """The exit code of the command line."""
-    options = {'workdir_required': False, 'define_flags': plan._flags}
-    with pytest.raises(SystemExit) as exit_:
-        commands.run(plan.plan, **options, argv=['plan', *map(str, arguments)])
-    return exit_.value.code
+    return exit_code(plan.plan, arguments, workdir_required=False, define_flags=plan._flags)
 
 
 def predicted(chip='h200', mesh_sizes=ONE, lengths=(32_768,), **fields):

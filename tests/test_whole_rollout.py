@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from tiny_run import ROOT
+from tiny_run import ROOT, exit_code
 
 from sparrow_jax import bench_rollout, commands, whole_rollout
 from sparrow_jax.bench_setup import dense_schedule, make_setup
@@ -21,12 +21,7 @@ COMMITTED = ROOT / 'docs/measurements/rollout_lengths.json'
 PROMPT, RESPONSES = 11, (32, 1, 9, 25, 2, 17, 17)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def in_the_repository(compile_cache):
-    del compile_cache  # in use from here on
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield
+pytestmark = pytest.mark.usefixtures('in_the_repository')
 
 
 @pytest.fixture
@@ -37,11 +32,7 @@ def lengths(tmp_path):
 
 
 def call(*arguments) -> int:
-    """The exit code of the command line."""
-    options = {'workdir_required': False, 'define_flags': bench_rollout._flags}
-    with pytest.raises(SystemExit) as exit_:
-        commands.run(bench_rollout.bench_rollout, **options, argv=['bench_rollout', *map(str, arguments)])
-    return exit_.value.code
+    return exit_code(bench_rollout.bench_rollout, arguments, workdir_required=False, define_flags=bench_rollout._flags)
 
 
 # ---------------------------------------------------------------------- the roofline

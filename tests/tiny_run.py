@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -30,6 +31,15 @@ CHANGES = {
     'evaluate.every_steps': 2,
     'checkpoint.keep': 3,
 }
+
+
+def exit_code(main: Callable[..., int], arguments: Sequence[object], **options: object) -> int:
+    """Of a command that is called with these arguments on its command line; options: of `commands.run`."""
+    try:
+        commands.run(main, **options, argv=[main.__name__, *map(str, arguments)])
+    except SystemExit as exit_:
+        return exit_.code
+    raise AssertionError('the command came back without an exit code')
 
 
 class TinyRuns:

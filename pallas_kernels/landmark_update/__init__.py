@@ -1,9 +1,8 @@
 """Writes one decoded token of every sequence into its page, and the page's landmark when that token fills it."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.checks import check_arrays, check_floats, check_integers, check_pages, check_shapes
+from pallas_kernels.checks import check_arrays, check_bools, check_floats, check_integers, check_pages, check_shapes
 from pallas_kernels.implementation import Implementation, check_fit, check_machine, kernel_module, named
 from pallas_kernels.landmark_update import reference
 from pallas_kernels.page_select.policies import SelectionPolicy, named_policy, page_mean
@@ -65,8 +64,7 @@ def landmark_update(
     check_pages('landmark_update', sizes['C'])
     check_integers('landmark_update', table_BN=table_BN, position_B=position_B)
     check_floats('landmark_update', pages_KPCE=pages_KPCE, landmark_BKNA=landmark_BKNA, k_BKA=k_BKA, v_BKA=v_BKA)
-    if write_B.dtype != jnp.bool_:
-        raise ValueError(f'landmark_update: write_B must be bool, got {write_B.dtype}')
+    check_bools('landmark_update', write_B=write_B)
     arguments = pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_B, write_B
     if implementation is Implementation.REFERENCE:
         return reference.landmark_update(*arguments, policy)

@@ -1,9 +1,8 @@
 """From the sums of a decoded token's query, key and value projections to the query and the cache."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.checks import check_arrays, check_floats, check_integers, check_pages, check_shapes
+from pallas_kernels.checks import check_arrays, check_bools, check_floats, check_integers, check_pages, check_shapes
 from pallas_kernels.implementation import Implementation, check_fit, check_gpu, check_machine, kernel_module, named
 from pallas_kernels.rotate_and_write import reference
 
@@ -55,15 +54,15 @@ def rotate_and_write(
         'position_B': (position_B, 'B'),
         'write_B': (write_B, 'B'),
     }
-    floats = {'pages_KPCE': pages_KPCE, 'landmark_BKNA': landmark_BKNA, 'parts_SBF': parts_SBF}
     if norms is not None:
         arrays |= {'norms[0]': (norms[0], 'A'), 'norms[1]': (norms[1], 'A')}
     sizes = check_shapes(op, arrays, A=2 * R, E=4 * R)
     check_pages(op, sizes['C'])
-    check_floats(op, **floats, cos_BR=cos_BR, sin_BR=sin_BR)
+    check_floats(
+        op, pages_KPCE=pages_KPCE, landmark_BKNA=landmark_BKNA, parts_SBF=parts_SBF, cos_BR=cos_BR, sin_BR=sin_BR
+    )
     check_integers(op, table_BN=table_BN, position_B=position_B)
-    if write_B.dtype != jnp.bool_:
-        raise ValueError(f'{op}: write_B must be bool, got {write_B.dtype}')
+    check_bools(op, write_B=write_B)
     K, A = sizes['K'], sizes['A']
     heads, rest = divmod(sizes['F'], A)
     if rest or heads <= 2 * K or heads % K:
