@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pallas_gpu import (
+    MULTIPROCESSORS,
     Operand,
     iota,
     kernel,
@@ -63,8 +64,8 @@ def paged_flash(
         q_BTHA: query t of T sees the first tokens - T + 1 + t tokens.
         pages_KPCE: the pool, bfloat16 or float32.
         ids_BLM: int32 physical pages; L is K, or 1 where all heads read the same.
-        tokens: tokens_BK int32; all of the listed pages are full but the last one that is read. Or (count_B, length_B):
-            `count` pages are read, of which the last ends where a sequence of `length` tokens does.
+        tokens: tokens_BL int32, L as of the ids; all of the listed pages are full but the last one that is read. Or
+            (count_B, length_B): `count` pages are read, the last one up to where a sequence of `length` tokens ends.
         blocks: sizes.
         out_dtype: of the result.
         interpret: on the CPU.
@@ -83,14 +84,16 @@ def paged_flash(
     out_type = [jax.ShapeDtypeStruct((B, plan.splits, T, H, A), part)]
     if plan.splits > 1:
         out_type += [jax.ShapeDtypeStruct((B, K, plan.row_blocks, plan.splits, plan.rows), jnp.float32)] * 2
+    grid = K, plan.row_blocks, plan.splits, B
     result = kernel(
         functools.partial(_body, plan, len(tokens)),
         out_type=out_type,
-        grid=(K, plan.row_blocks, plan.splits, B),
+        grid=grid,
         grid_names=('head', 'row_block', 'split', 'sequence'),
         scratch_types=plan.scratch(part),
         num_threads=2,
         thread_name='warpgroup',
+        alone=math.prod(grid) <= MULTIPROCESSORS,
         name=f'paged_flash_{plan.rows}x{A}',
         interpret=interpret,
     )(q_BTHA, pages_KPCE, ids_BLM, *tokens)
@@ -197,7 +200,7 @@ def _body(plan: _Plan, numbers: int, q_BTHA, pages_KPCE, ids_BLM, *refs, **scrat
 def _tokens(plan: _Plan, b, k, first, length_B=None):
     """Tokens that the listed pages hold, of either form of `tokens`."""
     if length_B is None:
-        return first[b, k]
+        return first[b, 0 if first.shape[1] == 1 else k]
     length = length_B[b]
     tokens = (jnp.minimum(first[b], plan.M) - 1) * plan.C + lax.rem(length - 1, jnp.int32(plan.C)) + 1
     return jnp.where((first[b] > 0) & (length > 0), tokens, 0)

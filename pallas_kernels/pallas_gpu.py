@@ -7,7 +7,8 @@ their operands; whatever else they differ in belongs here too.
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,9 @@ _LOADS_TAKE_INDICES = _index is not None and _index.default is inspect.Parameter
 # Layouts are inferred for a warpgroup as a whole; the default, one lane's view, knows fewer of them.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
+MULTIPROCESSORS = 132  # of an H100 or H200
+_HALF_OF_MEMORY = 114 << 10  # bytes, of a multiprocessor's shared memory
+
 _SINCE_0_11 = tuple(int(part) for part in jax.__version__.split('.')[:2]) >= (0, 11)
 _PLAIN_ROWS = _SINCE_0_11  # layouts are found for an array written transposed into shared memory of plain rows
 _INTERPRETS_TRANSPOSES = _SINCE_0_11  # the interpreter multiplies transposed references
@@ -53,6 +57,7 @@ def kernel(
     scratch_types: Sequence[Any] | Mapping[str, Any] = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
+    alone: bool = False,
     compiler_params: plgpu.CompilerParams = _PARAMS,
     name: str,
     interpret: bool,
@@ -66,6 +71,8 @@ def kernel(
         grid, grid_names: thread blocks, and the names by which `lax.axis_index` tells them apart.
         scratch_types: `plgpu.SMEM`, `plgpu.Barrier` and the like.
         num_threads, thread_name: warpgroups of a block, where there is more than one.
+        alone: a multiprocessor takes one block only, because the block asks for more than half of the shared memory.
+            For kernels that begin early, with few blocks: they would crowd where the kernel before leaves room.
         name: of the kernel in profiles.
         interpret: on the CPU, by JAX's interpreter of GPU kernels.
 
@@ -80,11 +87,14 @@ def kernel(
         kernel_name=name,
     )
     positional, named = ((), scratch_types) if isinstance(scratch_types, Mapping) else (scratch_types, {})
+    unused = max(_HALF_OF_MEMORY - _shared_bytes([*positional, *named.values()]), 0) if alone else 0
+    run_scoped = functools.partial(pl.run_scoped, collective_axes=thread_name or ())
 
     def scoped(*refs: Any) -> None:
+        run = lambda *_: run_scoped(functools.partial(body, *refs), *positional, **named)
         before = _interpreting.set(interpret)
         try:
-            pl.run_scoped(functools.partial(body, *refs), *positional, collective_axes=thread_name or (), **named)
+            run_scoped(run, plgpu.SMEM((unused,), jax.numpy.int8)) if unused and not interpret else run()
         finally:
             _interpreting.reset(before)
 
@@ -96,6 +106,11 @@ def kernel(
         interpret=_INTERPRETER if interpret else False,
         name=name,
     )
+
+
+def _shared_bytes(scratch_types: Iterable[Any]) -> int:
+    arrays = (ref for ref in scratch_types if not isinstance(ref, plgpu.Barrier))
+    return sum(math.prod(ref.shape) * jax.numpy.dtype(ref.dtype).itemsize for ref in arrays)
 
 
 def mutable(array: jax.Array) -> Any:
@@ -115,7 +130,9 @@ def let_next_start() -> None:
     """Lets the thread blocks of the next kernel take what room there is beside this one's, as soon as all of these have
     come here or ended: what that kernel does before `wait_for_previous` then costs no time.
 
-    It belongs after `wait_for_previous`, and after the reads that should not queue behind those of the next kernel.
+    It belongs after `wait_for_previous`, and after the reads that should not queue behind those of the next kernel. A
+    kernel that reads little may call it before: what the next one reads beforehand must then not be written by the
+    kernel before this one either.
     """
     if not interpreting():
         _instruction('griddepcontrol.launch_dependents;')
@@ -125,8 +142,7 @@ def wait_for_previous() -> None:
     """Waits until all kernels before this one have ended and what they wrote can be read.
 
     A kernel that calls this may start while the one right before it runs. It must come here, in every thread block,
-    before it reads what that one writes, before it writes anything, and before `let_next_start`: all kernels further
-    back have then ended when the next one starts.
+    before it reads what that one writes and before it writes anything.
     """
     if not interpreting():
         plgpu.griddepcontrol_wait()  # tells the compiler that the kernel may start early

@@ -19,7 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.page_select import lanes_gpu as lanes
 from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
-from pallas_kernels.pallas_gpu import in_every_warp, kernel, layout_cast, let_next_start, load, wait_for_previous
+from pallas_kernels.pallas_gpu import (
+    MULTIPROCESSORS,
+    in_every_warp,
+    kernel,
+    layout_cast,
+    let_next_start,
+    load,
+    wait_for_previous,
+)
 from pallas_kernels.score_order import ordered
 
 _STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'interpret', 'blocks')
@@ -162,6 +170,7 @@ def page_select(
         grid_names=('b', 'k'),
         num_threads=warpgroups,
         thread_name='warpgroup',
+        alone=B * K <= MULTIPROCESSORS,
         scratch_types=(
             plgpu.SMEM(
                 (warpgroups * stages, _TILE_PAGES, A),

@@ -25,11 +25,11 @@ def residual_norm(
 
     def body(x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, norm_ref: Any) -> None:
         b = lax.axis_index('b')
+        let_next_start()
         wait_for_previous()
         scale_D = load(scale_ref, layout=layout, optimized=False)
         parts = [load(parts_ref.at[s, b], layout=layout, optimized=False) for s in range(parts_SBD.shape[0])]
         x_D = load(x_ref.at[b], layout=layout, optimized=False).astype(jnp.float32)
-        let_next_start()
         x_D = (x_D + sum(parts[1:], start=parts[0])).astype(x_BD.dtype)
         sum_ref[b] = x_D
         x_D = x_D.astype(jnp.float32)

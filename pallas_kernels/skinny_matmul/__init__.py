@@ -31,8 +31,8 @@ def skinny_matmul(
         x_BD: bfloat16 for the kernel, which takes up to 128 rows; any float dtype else.
         weights: one to eight, [D, F_i] each, in x's dtype.
         gated: there are two weights of one shape; the result is the gated product, computed in float32.
-        weights_at_rest: whether the operation that runs right before this one does not write the weights, as where they
-            are arguments of a program in which this is not the first: the kernel then reads them while that one runs.
+        weights_at_rest: whether neither of the two operations before this one writes the weights, as where they are
+            arguments of a program in which this is not among the first: the kernel then reads them while those run.
         implementation: of `pallas_kernels.implementation`; the kernel is one for GPUs.
 
     Returns:

@@ -32,7 +32,6 @@ from pallas_kernels.pallas_gpu import (
 from pallas_kernels.skinny_matmul.tuning import HopperBlocks, hopper_blocks
 
 _ROW_MULTIPLE = 8  # narrowest product of the tensor cores
-_HALF_OF_MEMORY = 114 << 10  # bytes, of a multiprocessor's shared memory
 _SWIZZLED = 64  # bfloat16 numbers of 128 bytes, the widest unit in which copies shuffle rows
 
 
@@ -60,11 +59,9 @@ def skinny_matmul(
     split_steps = -(-steps // splits)  # the last splits may have fewer, or none
     width = columns[0] if gated else sum(columns)
     out_dtype = x_BD.dtype if gated else jnp.dtype(jnp.float32)
-    held_bytes = stages * depth * (rows + together * tile) * x_BD.dtype.itemsize
-    unused_bytes = max(_HALF_OF_MEMORY - held_bytes, 0) if blocks.alone else 0
 
     def body(x_ref: Any, *refs: Any) -> None:
-        weight_refs, (out_ref, x_SRd, w_SdF, y_RF, full, *_) = refs[: len(weights)], refs[len(weights) :]
+        weight_refs, (out_ref, x_SRd, w_SdF, y_RF, full) = refs[: len(weights)], refs[len(weights) :]
         tile_index, split = lax.axis_index('tile'), lax.axis_index('split')
         first = split * split_steps
         count = jnp.minimum(first + split_steps, steps) - first
@@ -137,12 +134,12 @@ def skinny_matmul(
         out_type=jax.ShapeDtypeStruct((rows, width) if gated else (splits, rows, width), out_dtype),
         grid=(sum(tiles), splits),
         grid_names=('tile', 'split'),
+        alone=blocks.alone,
         scratch_types=(
             plgpu.SMEM((stages, rows, depth), x_BD.dtype, transforms=swizzled),
             plgpu.SMEM((stages * together, depth, tile), x_BD.dtype, transforms=swizzled),
             row_memory(rows, tile, out_dtype),
             plgpu.Barrier(num_arrivals=1 + together, num_barriers=stages),
-            *([plgpu.SMEM((unused_bytes,), jnp.int8)] if unused_bytes else []),  # leaves no room for a second block
         ),
         name=f'skinny_matmul_{rows}x{D}x{width}',
         interpret=interpret,

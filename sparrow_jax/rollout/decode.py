@@ -22,7 +22,7 @@ from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
 from sparrow_jax.rollout.fused_step import fused_hidden
-from sparrow_jax.rollout.sampling import draw
+from sparrow_jax.rollout.sampling import Noise, draw, draw_noise
 from sparrow_jax.sparsity.schedules import budget_for_length
 
 
@@ -117,7 +117,8 @@ def prefill(
     hidden_QD, logits_QV = (jnp.repeat(x, F, axis=0) for x in (hidden_RD, decoder.logits(hidden_RD)))
     first_Q = jnp.zeros(slot_Q.size, jnp.int32)
     top_p = values.top_p if statics.truncate else None
-    token_Q, logp_Q = draw(logits_QV, key_Q2, first_Q, values.temperature, top_p)
+    noise = draw_noise(key_Q2, first_Q, logits_QV.shape[1])
+    token_Q, logp_Q = draw(logits_QV, noise, values.temperature, top_p)
     ended_Q = _is_end(token_Q, statics.end_ids)
 
     def put(array: jax.Array, value: jax.Array) -> jax.Array:
@@ -159,34 +160,54 @@ def decode_segment(
 
     Finished slots idle: the trip count is the same on every shard.
     """
+    B, P = slots.active_B.shape[0], slots.probe_length_P.shape[0]
+    kept_rows = B if slots.hidden_BTD.shape[2] else P
+    # Whatever can be known before the loop is made before it: in the loop each operation is a kernel of its own.
+    vocab_size = nnx.merge(graphdef, params).shape.vocab_size
+    noise = jax.vmap(lambda step: draw_noise(slots.key_B2, slots.count_B + step, vocab_size))(jnp.arange(steps))
+    drawn = _Drawn(
+        token_SB=jnp.zeros((steps, B), jnp.int32),
+        logp_SB=jnp.zeros((steps, B), jnp.float32),
+        hidden_SBD=jnp.zeros((steps, kept_rows, slots.probe_hidden_PTD.shape[2]), slots.probe_hidden_PTD.dtype),
+    )
 
-    def body(step: jax.Array, state: tuple[Cache, Slots]) -> tuple[Cache, Slots]:
-        return _decode_step(nnx.merge(graphdef, params), statics, step, *state, values)
+    def body(step: jax.Array, state: tuple[Cache, Slots, _Drawn]) -> tuple[Cache, Slots, _Drawn]:
+        cache, slots, drawn = state
+        noise_now = jax.tree.map(lambda noise_SBN: lax.dynamic_index_in_dim(noise_SBN, step, keepdims=False), noise)
+        cache, slots, now = _decode_step(nnx.merge(graphdef, params), statics, cache, slots, noise_now, values)
+        put = lambda all_S, one: lax.dynamic_update_index_in_dim(all_S, one[: all_S.shape[1]], step, axis=0)
+        return cache, slots, jax.tree.map(put, drawn, now)
 
-    return lax.fori_loop(0, steps, body, (cache, slots))
+    cache, after, drawn = lax.fori_loop(0, steps, body, (cache, slots, drawn))
+    read_SB = slots.length_B + 1 + jnp.arange(steps)[:, None]  # lengths with each step's own token
+    if len(statics.dense_layers) < len(cache.pages):
+        pages_read_SB = _pages_of_sparse_layers(read_SB, statics, values)
+    else:
+        pages_read_SB = -(-read_SB // statics.page_tokens)
+    return cache, _recorded(slots, after, drawn, pages_read_SB)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Drawn:
+    """What one step gives, [B], or all steps of a segment, [S, B]."""
+
+    token_SB: jax.Array
+    logp_SB: jax.Array
+    hidden_SBD: jax.Array  # from which the tokens were drawn, of as many of the first slots as it is kept for
 
 
 def _decode_step(
-    decoder, statics: SamplerStatics, step: jax.Array, cache: Cache, slots: Slots, values: SamplingValues
-) -> tuple[Cache, Slots]:
+    decoder, statics: SamplerStatics, cache: Cache, slots: Slots, noise: Noise, values: SamplingValues
+) -> tuple[Cache, Slots, _Drawn]:
     cache = Cache(list(cache.pages), list(cache.landmarks))
     active_B = slots.active_B
     position_B = slots.length_B
     length_B = jnp.where(active_B, position_B + 1, 1)  # idle slots read one page, not their last sequence again
-    budget_B = budget_for_length(values.budget_bins, length_B, statics.bin_width_tokens)
+    budget_B = _budgets(length_B, statics, values)
     hidden_BD = _hidden(decoder, cache, slots, length_B, budget_B, statics)
     top_p = values.top_p if statics.truncate else None
-    token_B, logp_B = draw(decoder.logits(hidden_BD), slots.key_B2, slots.count_B, values.temperature, top_p)
-
-    pages_B = -(-length_B // statics.page_tokens)
-    if len(statics.dense_layers) < len(cache.pages):
-        most_B = jnp.minimum(budget_B + statics.reserved_first + statics.reserved_last, statics.max_pages)
-        pages_B = jnp.minimum(pages_B, most_B)
-    rows_B = jnp.arange(active_B.shape[0])
-    here_B = jnp.where(active_B, slots.count_B, slots.tokens_BT.shape[1])  # out of range: dropped
-
-    def record(array: jax.Array, value: jax.Array) -> jax.Array:
-        return array.at[rows_B, here_B].set(value, mode='drop')
+    token_B, logp_B = draw(decoder.logits(hidden_BD), noise, values.temperature, top_p)
 
     ended_B = _is_end(token_B, statics.end_ids)
     count_B = slots.count_B + active_B
@@ -197,13 +218,39 @@ def _decode_step(
         count_B=count_B,
         active_B=active_B & ~ended_B & (count_B < slots.limit_B),
         stopped_B=slots.stopped_B | (active_B & ended_B),
-        tokens_BT=record(slots.tokens_BT, token_B),
-        logp_BT=record(slots.logp_BT, logp_B),
-        pages_read_BT=record(slots.pages_read_BT, pages_B),
-        hidden_BTD=record(slots.hidden_BTD, hidden_BD) if slots.hidden_BTD.shape[2] else slots.hidden_BTD,
-        probe_hidden_PTD=slots.probe_hidden_PTD.at[:, step].set(hidden_BD[: slots.probe_length_P.shape[0]]),
     )
-    return cache, slots
+    return cache, slots, _Drawn(token_B, logp_B, hidden_BD)
+
+
+def _recorded(before: Slots, after: Slots, drawn: _Drawn, pages_read_SB: jax.Array) -> Slots:
+    """The slots after a segment, with its tokens among their responses'."""
+    S, B = drawn.token_SB.shape
+    P = before.probe_length_P.shape[0]
+    step_S1 = jnp.arange(S)[:, None]
+    new_B = after.count_B - before.count_B  # those of its first steps: a slot that ends does not begin again
+    place_SB = jnp.where(step_S1 < new_B, before.count_B + step_S1, before.tokens_BT.shape[1])  # out of range: dropped
+
+    def record(all_BT: jax.Array, new_SB: jax.Array) -> jax.Array:
+        return all_BT.at[jnp.arange(B), place_SB].set(new_SB, mode='drop')
+
+    return dataclasses.replace(
+        after,
+        tokens_BT=record(before.tokens_BT, drawn.token_SB),
+        logp_BT=record(before.logp_BT, drawn.logp_SB),
+        pages_read_BT=record(before.pages_read_BT, pages_read_SB),
+        hidden_BTD=record(before.hidden_BTD, drawn.hidden_SBD) if before.hidden_BTD.shape[2] else before.hidden_BTD,
+        probe_hidden_PTD=drawn.hidden_SBD[:, :P].swapaxes(0, 1) if P else before.probe_hidden_PTD,
+    )
+
+
+def _budgets(length: jax.Array, statics: SamplerStatics, values: SamplingValues) -> jax.Array:
+    return budget_for_length(values.budget_bins, length, statics.bin_width_tokens)
+
+
+def _pages_of_sparse_layers(length: jax.Array, statics: SamplerStatics, values: SamplingValues) -> jax.Array:
+    """Pages that one reads of sequences of these lengths."""
+    most = _budgets(length, statics, values) + statics.reserved_first + statics.reserved_last
+    return jnp.minimum(-(-length // statics.page_tokens), jnp.minimum(most, statics.max_pages))
 
 
 def _hidden(decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: SamplerStatics) -> jax.Array:

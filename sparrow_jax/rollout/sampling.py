@@ -3,6 +3,8 @@
 Logits come from the decoder, keys from the engine; the token goes into the next decode step.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,18 +27,43 @@ def sample_keys(run_key: jax.Array, step: int, prompt_B: jax.Array, sample_B: ja
     return jax.random.key_data(fold(prompt_B, sample_B))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Noise:
+    """Gumbel noise that decides one draw of each sample: for the blocks of the vocabulary and the tokens of one."""
+
+    block_Bn: jax.Array  # float32
+    token_BW: jax.Array  # float32
+
+
+def draw_noise(key_data_B2: jax.Array, position_B: jax.Array, vocab_size: int) -> Noise:
+    """Of each sample's draw at a position.
+
+    Args:
+        key_data_B2: key data of each sample; position_B: int32, folded in, the index of the token in its response.
+        vocab_size: V.
+    """
+
+    def of_sample(key_data: jax.Array, position: jax.Array) -> Noise:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
+        block_key, token_key = jax.random.split(key)
+        blocks = -(-vocab_size // BLOCK_TOKENS)
+        return Noise(jax.random.gumbel(block_key, (blocks,)), jax.random.gumbel(token_key, (BLOCK_TOKENS,)))
+
+    return jax.vmap(of_sample)(key_data_B2, position_B)
+
+
 def draw(
-    logits_BV: jax.Array,
-    key_data_B2: jax.Array,
-    position_B: jax.Array,
-    temperature: jax.Array,
-    top_p: jax.Array | None = None,
+    logits_BV: jax.Array, noise: Noise, temperature: jax.Array, top_p: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Samples from softmax(logits / temperature), or takes the largest logit at temperature 0.
 
+    First a block of the vocabulary is drawn by its weight, then a token of that block: noise for every token of the
+    vocabulary would take longer to make than the logits themselves.
+
     Args:
         logits_BV: float32.
-        key_data_B2: key data of each sample; position_B: int32, folded in, the index of the token in its response.
+        noise: of `draw_noise`.
         temperature: float32 scalar; 0 = greedy.
         top_p: None = the full softmax; else float32 scalar: only the most likely tokens whose probability sums to it
             are drawn (the first that reaches the sum included, and whatever is as likely as that one). For evaluation.
@@ -45,53 +72,41 @@ def draw(
         token_B int32 and its log-prob, float32, under log_softmax(logits / temperature) over the full vocabulary (at
         temperature 0: under temperature 1).
     """
-    greedy = temperature <= 0
-    scaled_BV = logits_BV / jnp.where(greedy, 1.0, temperature)
-    best_B = jnp.argmax(scaled_BV, axis=-1).astype(jnp.int32)
-    top_B1 = jnp.take_along_axis(scaled_BV, best_B[:, None], axis=-1)
-    weight_Bn = _weights_of_blocks(scaled_BV, top_B1)
-    logp_BV = scaled_BV - (top_B1 + jnp.log(weight_Bn.sum(axis=-1, keepdims=True)))
-    keys_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(key_data_B2), position_B)
+    V, greedy = logits_BV.shape[1], temperature <= 0
+    temperature = jnp.where(greedy, 1.0, temperature)
+    scaled_BV = logits_BV / temperature
+    top_Bn, log_weight_Bn = _blocks(scaled_BV)
+    log_total_B1 = jax.nn.logsumexp(log_weight_Bn, axis=-1, keepdims=True)
     if top_p is not None:
-        scaled_BV = _nucleus(logp_BV, top_p)
-        weight_Bn = _weights_of_blocks(scaled_BV, jnp.max(scaled_BV, axis=-1, keepdims=True))
-    drawn_B = _draw(scaled_BV, weight_Bn, keys_B)
-    token_B = jnp.where(greedy, best_B, drawn_B)
-    return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
-
-
-def _draw(logits_BV: jax.Array, weight_Bn: jax.Array, keys_B: jax.Array) -> jax.Array:
-    """int32 tokens from softmax(logits): first a block of the vocabulary by its weight, then a token of that block.
-
-    Noise for every token of the vocabulary would take longer to make than the logits themselves.
-    """
-    V = logits_BV.shape[1]
-    block_keys, token_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys_B), 1, 0)
-    block_B = _likeliest(jnp.log(weight_Bn), block_keys)
+        scaled_BV = jnp.where(_nucleus(logits_BV, temperature, log_total_B1, top_p), scaled_BV, -jnp.inf)
+        top_Bn, log_weight_Bn = _blocks(scaled_BV)
+    block_B = jnp.argmax(jnp.where(greedy, top_Bn, log_weight_Bn + noise.block_Bn), axis=-1)
     tokens_BW = block_B[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS)
-    inside_BW = jnp.take_along_axis(logits_BV, jnp.minimum(tokens_BW, V - 1), axis=-1)
-    inside_B = _likeliest(jnp.where(tokens_BW < V, inside_BW, -jnp.inf), token_keys)
-    return (block_B * BLOCK_TOKENS + inside_B).astype(jnp.int32)
+    inside_BW = jnp.take_along_axis(scaled_BV, jnp.minimum(tokens_BW, V - 1), axis=-1)
+    inside_BW = jnp.where(tokens_BW < V, inside_BW, -jnp.inf)
+    inside_B = jnp.argmax(inside_BW + jnp.where(greedy, 0.0, noise.token_BW), axis=-1)
+    drawn_B1 = jnp.take_along_axis(inside_BW, inside_B[:, None], axis=-1)
+    return (block_B * BLOCK_TOKENS + inside_B).astype(jnp.int32), (drawn_B1 - log_total_B1)[:, 0]
 
 
-def _weights_of_blocks(logits_BV: jax.Array, top_B1: jax.Array) -> jax.Array:
-    """Sum of exp(logit - top) over each block of the vocabulary."""
+def _blocks(logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each block of the vocabulary: the largest logit, and log(sum(exp(logits)))."""
     B, V = logits_BV.shape
-    weight_BV = jnp.pad(jnp.exp(logits_BV - top_B1), ((0, 0), (0, -V % BLOCK_TOKENS)))
-    # The barrier keeps XLA from making a second pass over the vocabulary out of the sum of these sums.
-    return lax.optimization_barrier(weight_BV.reshape(B, -1, BLOCK_TOKENS).sum(axis=-1))
+    padded_BV = jnp.pad(logits_BV, ((0, 0), (0, -V % BLOCK_TOKENS)), constant_values=-jnp.inf)
+    blocks_BnW = padded_BV.reshape(B, -1, BLOCK_TOKENS)
+    top_Bn = blocks_BnW.max(axis=-1)
+    finite_Bn = jnp.maximum(top_Bn, jnp.finfo(jnp.float32).min)  # a block may hold nothing
+    weight_Bn = jnp.exp(blocks_BnW - finite_Bn[..., None]).sum(axis=-1)
+    # The barrier keeps XLA from making further passes over the vocabulary out of what is computed from these.
+    return lax.optimization_barrier((top_Bn, finite_Bn + jnp.log(weight_Bn)))
 
 
-def _likeliest(logits_BN: jax.Array, keys_B: jax.Array) -> jax.Array:
-    """Index of the largest logit after Gumbel noise: a draw from their softmax."""
-    noise_BN = jax.vmap(lambda key: jax.random.gumbel(key, logits_BN.shape[1:], jnp.float32))(keys_B)
-    return jnp.argmax(logits_BN + noise_BN, axis=-1)
+def _nucleus(logits_BV: jax.Array, temperature: jax.Array, log_total_B1: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Which tokens are in the smallest set of most likely ones with probability >= top_p.
 
-
-def _nucleus(logp_BV: jax.Array, top_p: jax.Array) -> jax.Array:
-    """-inf for tokens outside the smallest set of most likely tokens with probability >= top_p."""
-    ordered_BV = jnp.sort(logp_BV, axis=-1, descending=True)
-    before_BV = jnp.cumsum(jnp.exp(ordered_BV), axis=-1) - jnp.exp(ordered_BV)
-    kept_BV = before_BV < top_p
-    threshold_B1 = jnp.min(jnp.where(kept_BV, ordered_BV, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logp_BV >= threshold_B1, logp_BV, -jnp.inf)
+    Logits as they are given are compared: what is computed from them could be rounded in more than one way.
+    """
+    ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    p_BV = jnp.exp(ordered_BV / temperature - log_total_B1)
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+    return logits_BV >= jnp.min(jnp.where(before_BV < top_p, ordered_BV, jnp.inf), axis=-1, keepdims=True)

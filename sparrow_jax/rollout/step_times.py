@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.rotate_and_write import rotate_and_write
@@ -26,12 +26,13 @@ from sparrow_jax.rollout.decode import SamplerStatics, choose_pages, write_token
 from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.rollout.functions import CACHE, SHARDED, WHOLE, Sampling
 from sparrow_jax.rollout.fused_step import fused_hidden
-from sparrow_jax.rollout.sampling import draw
+from sparrow_jax.rollout.sampling import Noise, draw, draw_noise
 
 RUNS = 5  # the median of them counts
 SEGMENTS = 3  # of one run
 SCALE = 0.1  # standard deviation of what stands in the cache
 NEVER_ENDS = 1 << 30  # response tokens
+BY_STEP = PartitionSpec(None, *SHARDED)  # a row a step, of numbers of the slots
 
 State = TypeVar('State')
 
@@ -187,7 +188,7 @@ class StepParts:
                 'matmuls', self._multiply, (self.weights, self._integers(start)), (token_B(), kept), (WHOLE, SHARDED)
             ),
             'sampling': self._seconds(
-                'sampling', self._draw, (self.weights, hidden_BD, full.slots.key_B2), carry, (WHOLE, SHARDED, SHARDED)
+                'sampling', self._draw, (self.weights, hidden_BD, self._noise()), carry, (WHOLE, SHARDED, BY_STEP)
             ),
             'cache_write': cache_write_s,
         }
@@ -244,12 +245,12 @@ class StepParts:
         unforeseen_B = jnp.isinf(hidden_BD).any(axis=1)  # never
         return token_B - unforeseen_B, kept
 
-    def _draw(self, turn, carry, weights, hidden_BD, key_B2):
+    def _draw(self, turn, carry, weights, hidden_BD, noise):
         token_B, _ = carry
         hidden_BD = hidden_BD + (token_B < 0)[:, None].astype(hidden_BD.dtype)  # never
         decoder = nnx.merge(self.engine.graphdef, weights)
-        position_B = jnp.full(token_B.shape, turn, jnp.int32)
-        return draw(decoder.logits(hidden_BD), key_B2, position_B, jnp.float32(self.engine.rollout.temperature))
+        noise = jax.tree.map(lambda noise_SBN: noise_SBN[turn], noise)
+        return draw(decoder.logits(hidden_BD), noise, jnp.float32(self.engine.rollout.temperature))
 
     def _write(self, turn, cache, k_BKA, v_BKA, table_BN, start_B):
         at = table_BN, start_B + turn, start_B >= 0
@@ -312,6 +313,14 @@ class StepParts:
         if 'chosen' not in self._graphs:
             self._graphs['chosen'] = jax.jit(self.engine.functions.mapped(self._choose, (SHARDED,) * 5, SHARDED))
         return self._graphs['chosen'](query, *choose)
+
+    def _noise(self) -> Noise:
+        """Of all draws of a segment, which makes it before its first step."""
+        B, steps = self.engine.rollout.slots, self.engine.rollout.segment_steps
+        key_B2 = jnp.zeros((B, 2), jnp.uint32)
+        of_step = lambda step: draw_noise(key_B2, jnp.full(B, step), self.engine.shape.vocab_size)
+        made = jax.jit(jax.vmap(of_step), out_shardings=NamedSharding(self.engine.mesh, BY_STEP))
+        return made(jnp.arange(steps))
 
     def _queries(self) -> jax.Array:
         shape = self.engine.shape

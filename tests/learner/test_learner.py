@@ -30,7 +30,7 @@ from sparrow_jax.learner.advantages import grpo
 from sparrow_jax.learner.learner import make_optimizer
 from sparrow_jax.learner.rows import Sample, empty_rows, micro_batches
 from sparrow_jax.metrics import CompileCounter
-from sparrow_jax.rollout.sampling import draw, sample_keys
+from sparrow_jax.rollout.sampling import draw, draw_noise, sample_keys
 
 LENGTHS = [(3, 5), (4, 9), (10, 12), (2, 2), (6, 7), (1, 1), (5, 3)]
 SAMPLES = make_samples(LENGTHS)
@@ -107,7 +107,8 @@ def test_a_dense_sampler_at_the_same_temperature_has_mean_ratio_one(packed):
         def step(i, state):
             ids_BT, logp_BT = state
             hidden_BD = decoder.hidden(ids_BT, positions_BT, plain_attend)[:, prompt + i - 1]
-            token_B, logp_B = draw(decoder.logits(hidden_BD), keys_B2, jnp.full(B, i), jnp.float32(TEMPERATURE))
+            noise = draw_noise(keys_B2, jnp.full(B, i), VOCAB)
+            token_B, logp_B = draw(decoder.logits(hidden_BD), noise, jnp.float32(TEMPERATURE))
             return ids_BT.at[:, prompt + i].set(token_B), logp_BT.at[:, i].set(logp_B)
 
         return jax.lax.fori_loop(0, length, step, (ids_BT, jnp.zeros((B, length))))

@@ -5,10 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparrow_jax.rollout.sampling import BLOCK_TOKENS, draw, sample_keys
+from sparrow_jax.rollout.sampling import BLOCK_TOKENS, draw, draw_noise, sample_keys
 
 COUNT, VOCABULARY = 5000, 10
-jitted_draw, jitted_keys = jax.jit(draw), jax.jit(sample_keys)
+jitted_keys = jax.jit(sample_keys)
+
+
+@jax.jit
+def jitted_draw(logits_BV, key_B2, position_B, temperature, top_p=None):
+    return draw(logits_BV, draw_noise(key_B2, position_B, logits_BV.shape[1]), temperature, top_p)
 
 
 def draw_many(logits_V, temperature=1.0, top_p=None, position=0):
@@ -66,7 +71,7 @@ def test_frequencies_are_the_softmax_over_blocks_of_the_vocabulary(vocabulary):
     logits_V[BLOCK_TOKENS + 1 : 2 * BLOCK_TOKENS - 1] -= 200
     logits_BV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (COUNT, vocabulary))
     key_B2 = jitted_keys(jax.random.key(2), 0, jnp.arange(COUNT), jnp.zeros(COUNT, jnp.int32))
-    token_B, logp_B = jax.jit(draw)(logits_BV, key_B2, jnp.zeros(COUNT, jnp.int32), jnp.float32(1))
+    token_B, logp_B = jitted_draw(logits_BV, key_B2, jnp.zeros(COUNT, jnp.int32), jnp.float32(1))
     p_V = softmax(logits_V)
     np.testing.assert_allclose(logp_B, np.log(p_V)[np.asarray(token_B)], rtol=0, atol=1e-5)
     share_V = np.bincount(token_B, minlength=vocabulary) / COUNT
