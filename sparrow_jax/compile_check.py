@@ -355,7 +355,7 @@ def _program_line(program: Program) -> str:
 
 def _first_lines(refused: str) -> str:
     """The compiler's sentence on what is needed and what there is."""
-    found = re.search(r'[^.:]*(?:exceeds|Used [\d.]+\w? of|exceeded)[^\n]*', refused)
+    found = re.search(r'[^:\n]*(?:exceeds|Used [\d.]+\w? of|exceeded)[^\n]*', refused)
     return (found[0] if found else refused.partition('\n')[0]).strip()
 
 
