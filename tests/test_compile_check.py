@@ -77,8 +77,10 @@ def test_what_lies_beside_a_program_and_its_arguments_are_all_that_a_run_keeps()
 
 @pytest.mark.slow
 def test_the_compiler_counts_the_arguments_as_the_estimate_does():
-    """A decode segment and an optimizer update; the counts of a TPU hold a little padding."""
-    check = make_check(**{'parallel.tensor': 2, 'rollout.slots': 8, 'rollout.max_response_tokens': 128})
+    """A decode segment and an optimizer update, of sizes that a TPU does not pad: its tiles are 8 times 128 numbers."""
+    sizes = {'model.shape.d_model': 256, 'model.shape.head_dim': 128, 'model.shape.d_ff': 512}
+    lengths = {'rollout.slots': 16, 'rollout.max_prompt_tokens': 128, 'rollout.max_response_tokens': 128}
+    check = make_check(**{'parallel.tensor': 2, **sizes, **lengths})
     run, mesh = check.frame.run, check.frame.mesh
     estimated = memory.estimate(run, check.frame.shape, mesh.shape, 'tpu')
     segment, update = check.compile(SEGMENT), check.compile('optimizer update')
