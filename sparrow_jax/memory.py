@@ -18,6 +18,7 @@ from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.rollout.cache import make_slots
+from sparrow_jax.rollout.head_shards import HeadShards
 from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
 
 HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and what is not counted
@@ -53,7 +54,7 @@ def estimate(
     compute, master = jnp.dtype(run.model.compute_dtype).itemsize, jnp.dtype(run.model.param_dtype).itemsize
     D, F, V, L, A = shape.d_model, shape.d_ff, shape.vocab_size, shape.layers, shape.head_dim
     H = _cut(shape.query_heads, tensor)
-    K = _cut(shape.kv_heads, tensor)  # KV heads that do not split are whole on every tensor shard
+    K = HeadShards.of(shape, tensor).of_shard
 
     cut_weights = -(-shape.parameter_count() // (fsdp * tensor))
     whole_weights = -(-shape.parameter_count() // tensor)
@@ -84,7 +85,7 @@ def estimate(
     T = run.row_tokens
     tokens = rows * T
     # The backward pass needs of a layer: norm outputs, q, k, v, attention output, gate, up, their product, residuals.
-    per_token = 4 * D + (2 * H + 2 * K) * A + 3 * _cut(F, tensor)
+    per_token = 4 * D + (2 * H + 2 * _cut(shape.kv_heads, tensor)) * A + 3 * _cut(F, tensor)
     layer = tokens * per_token * _BYTES_AN_ACTIVATION[compute]
     if platform != 'gpu' or compute != 2:
         layer += rows * H * (T * T // 2) * _BYTES_AN_ATTENTION_WEIGHT
@@ -101,7 +102,7 @@ def estimate(
 
 def page_bytes(run: RunConfig, shape: DecoderShape, tensor: int) -> int:
     """Bytes that one page of the pool takes on a device, over all layers."""
-    K = _cut(shape.kv_heads, tensor)
+    K = HeadShards.of(shape, tensor).of_shard
     compute = jnp.dtype(run.model.compute_dtype).itemsize
     return shape.layers * K * 2 * run.rollout.page_tokens * shape.head_dim * compute
 
