@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 
 from sparrow_jax.config import ConfigError
@@ -60,8 +61,7 @@ def locate(path: str | os.PathLike[str], needs: str = '') -> Path:
         return local
     folder = _in_hub_cache(name) if _may_be_repository(name) else None
     if folder is None:
-        cache = huggingface_hub.constants.HF_HUB_CACHE
-        hint = f'; for a repository of that name, run `hf download {name}` (looked in {cache})'
+        hint = f'; for a repository of that name, run `hf download {name}` (looked in {constants.HF_HUB_CACHE})'
         raise ConfigError(f'{name}: no such checkpoint; give {_KINDS}{hint if _may_be_repository(name) else ""}')
     missing = _missing(folder, needs)
     if missing:

@@ -39,6 +39,13 @@ def distinct(array):
     return list({str(shard.index): shard.data for shard in array.addressable_shards}.values())
 
 
+def memory_behind(array):
+    """Bytes of what an array is a view of: its own, unless more was read than is returned."""
+    while getattr(array, 'base', None) is not None:
+        array = array.base
+    return memoryview(array).nbytes if isinstance(array, bytes | bytearray) else array.nbytes
+
+
 def load(path, sizes):
     abstract = placed(path, sizes)
     whole = weights.load_params(path, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract))
@@ -46,7 +53,7 @@ def load(path, sizes):
 
     def counted(*args):
         part = read_slice(*args)
-        read.append(part.size)
+        read.append(memory_behind(part) // part.itemsize)
         return part
 
     weights._read_slice = counted
