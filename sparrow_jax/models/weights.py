@@ -8,6 +8,7 @@ that its own devices hold, one at a time, so that host memory never has to hold 
 import functools
 import json
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,6 +154,8 @@ def save_hf(
         ids['pad_token_id'] = pad_id
     _write_json(folder / 'generation_config.json', ids)
     _write_json(folder / 'config.json', shape.to_hf_config() | {'torch_dtype': dtype} | ids)
+    for file in set(files.values()):  # which the library has made readable to their owner alone
+        shutil.copymode(folder / 'config.json', folder / file)
 
 
 def _placed(
