@@ -15,7 +15,9 @@ def get_config() -> ConfigDict:
     c.phase = 'rl'  # 'rl', or 'supervised': next-token training on worked solutions, to make a start checkpoint
 
     c.model = ConfigDict()
-    c.model.path = ''  # folder with config.json + *.safetensors, or a .gguf file
+    # A folder with config.json + *.safetensors; a .gguf file; a repository that `hf download` has put into the Hub's
+    # cache ('Qwen/Qwen3-8B'); gs://bucket/folder or gs://bucket/file.gguf, copied to this machine first (needs gcsfs).
+    c.model.path = ''
     c.model.random_weights = False  # start from random weights of `shape` (smoke forms, benches, from-scratch training)
     c.model.compute_dtype = 'bfloat16'  # activations and KV cache: 'bfloat16' or 'float32'
     c.model.param_dtype = 'float32'  # master weights of the learner
@@ -37,7 +39,7 @@ def get_config() -> ConfigDict:
     c.model.shape.max_positions = 40_960  # tokens; a longer prompt + response is refused at start
 
     c.tokenizer = ConfigDict()
-    c.tokenizer.path = ''  # '' = model.path; a folder with tokenizer.json, or a .gguf file
+    c.tokenizer.path = ''  # '' = model.path; named like it, and holding tokenizer.json, or a .gguf file
     c.tokenizer.chat_template = ''  # '' = the tokenizer's own; else the path of a .jinja file
     c.tokenizer.system_prompt = ''  # '' = no system message
     c.tokenizer.template_options = ConfigDict()  # keyword arguments of the chat template, e.g. enable_thinking=True

@@ -429,7 +429,7 @@ def validate(run: RunConfig) -> None:
             bool(run.model.path),
             'model.path',
             '',
-            'set it to a checkpoint folder or .gguf file (or set model.random_weights=True)',
+            'set it to a checkpoint folder or .gguf file, or a name of one (or set model.random_weights=True)',
         )
 
     for field in (

@@ -55,13 +55,13 @@ RL_COLUMNS = (
     Column('kl', 'rollout_corr/kl', '.1e', 7),
     Column('loss', 'actor/pg_loss', '+.4f', 8),
     Column('grad', 'actor/grad_norm', '.3f', 5),
-    Column('tok/s', 'perf/throughput', 'count', 4),
+    Column('step tok/s', 'perf/throughput', 'count', 4),
     Column('time', 'timing_s/step', 'time', 1),
 )
 SUPERVISED_COLUMNS = (
     Column('loss', 'supervised/loss', '.4f', 0),
     Column('grad', 'actor/grad_norm', '.3f', 3),
-    Column('tok/s', 'perf/throughput', 'count', 2),
+    Column('step tok/s', 'perf/throughput', 'count', 2),
     Column('time', 'timing_s/step', 'time', 1),
 )
 
@@ -93,6 +93,8 @@ class Console:
         self._step_began = self._began = time.monotonic()
         self._step_times: deque[float] = deque(maxlen=10)
         self._history: dict[str, list[float]] = {}
+        self._first_row = 0
+        self._stopping = False
         self._rows_since_header = _HEADER_EVERY_ROWS
         self._header_width = 0
         self._status: tuple[str, str, float | None] = ('', '', None)
@@ -156,6 +158,7 @@ class Console:
         now = time.monotonic()
         self._step_times.append(now - self._step_began)
         self._step, self._step_began = step, now
+        self._first_row = self._first_row or step
         self._status = ('', '', None)
         for column in self.columns:
             value = _number(metrics.get(column.metric))
@@ -197,6 +200,13 @@ class Console:
             _told.add(text)
             self._say(text, 'note', 'cyan')
 
+    def stopping(self) -> None:
+        """The live line says from now on that the run ends after this step.
+
+        Nothing is printed, so that a signal handler may call it.
+        """
+        self._stopping = True
+
     # At the end
 
     def interrupted(self, step: int, saved: bool = True) -> None:
@@ -214,9 +224,12 @@ class Console:
         for column in self.columns:
             values = self._history.get(column.metric, [])
             if len(values) > 1 and column.form != 'time' and column.rank <= _SUMMARY_RANK:
-                first, last = _format(values[0], column.form), _format(values[-1], column.form)
-                curve = spark(values) if self._unicode else '->'
-                went[column.title] = f'{first:>9} {curve} {last}'
+                shown = [_format(value, column.form) for value in values]
+                alike = len(set(shown)) == 1  # a curve of differences that are not shown would look like news
+                curve = spark([0.0] * len(values) if alike else values) if self._unicode else '->'
+                went[column.title] = f'{shown[0]:>9} {curve} {shown[-1]}'
+        if went and self._first_row > 1:
+            went = {'curves': f'from step {self._first_row} on, where this start began', **went}
         took = _format(time.monotonic() - self._began, 'time')
         self._block(f'{title} in {took}', {**went, **facts})
 
@@ -290,6 +303,8 @@ class Console:
             line.append(empty * (_BAR_CELLS - full), 'bright_black')
         if detail:
             line.append(f'  {detail}')
+        if self._stopping:
+            line.append('  stopping after this step (again: at once, without saving)', 'bold yellow')
         line.append(f'  {_format(now - self._step_began, "time")}', 'dim')
         if self._step_times and self.steps:
             left = statistics.median(self._step_times) * (self.steps - self._step + 1) - (now - self._step_began)

@@ -1,7 +1,7 @@
 """Ctrl-C and termination: at once while a step can be thrown away, later while state is being written."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Self
@@ -13,9 +13,13 @@ class Interrupts:
 
     A second signal while the first is held back is raised at once: the person means it. State is then half changed, and
     `forced` says so.
+
+    Args:
+        on_held: called in the signal handler when a first signal is held back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_held: Callable[[], None] = lambda: None) -> None:
+        self._on_held = on_held
         self.forced = False
         self._held = False
         self._pending = False
@@ -45,6 +49,7 @@ class Interrupts:
     def _heard(self, _number: int, _frame: FrameType | None) -> None:
         if self._held and not self._pending:
             self._pending = True
+            self._on_held()
             return
         self.forced = self._held
         raise KeyboardInterrupt

@@ -21,6 +21,7 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.splash import why_no_splash
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import make_slots
+from sparrow_jax.rollout.head_shards import HeadShards
 from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
 
 HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and what is not counted
@@ -57,7 +58,7 @@ def estimate(
     compute, master = jnp.dtype(run.model.compute_dtype).itemsize, jnp.dtype(run.model.param_dtype).itemsize
     D, F, V, L, A = shape.d_model, shape.d_ff, shape.vocab_size, shape.layers, shape.head_dim
     H = _cut(shape.query_heads, tensor)
-    K = _cut(shape.kv_heads, tensor)  # KV heads that do not split are whole on every tensor shard
+    K = HeadShards.of(shape, tensor).of_shard
 
     parameters = _weight_bytes(shape, mesh_sizes, meshes.LEARNER_RULES, master)
     sampler_weights = _weight_bytes(shape, mesh_sizes, meshes.SAMPLER_RULES, compute)
@@ -88,7 +89,7 @@ def estimate(
     T = run.row_tokens
     tokens = rows * T
     # The backward pass needs of a layer: norm outputs, q, k, v, attention output, gate, up, their product, residuals.
-    per_token = 4 * D + (2 * H + 2 * K) * A + 3 * _cut(F, tensor)
+    per_token = 4 * D + (2 * H + 2 * _cut(shape.kv_heads, tensor)) * A + 3 * _cut(F, tensor)
     layer = tokens * per_token * _BYTES_AN_ACTIVATION[compute]
     splash = platform == 'tpu' and not why_no_splash(A, shape.kv_heads, tensor, T)
     if not splash and (platform != 'gpu' or compute != 2):
@@ -106,7 +107,7 @@ def estimate(
 
 def page_bytes(run: RunConfig, shape: DecoderShape, tensor: int) -> int:
     """Bytes that one page of the pool takes on a device, over all layers."""
-    K = _cut(shape.kv_heads, tensor)
+    K = HeadShards.of(shape, tensor).of_shard
     compute = jnp.dtype(run.model.compute_dtype).itemsize
     return shape.layers * K * 2 * run.rollout.page_tokens * shape.head_dim * compute
 

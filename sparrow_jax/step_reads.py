@@ -13,6 +13,7 @@ import numpy as np
 
 from sparrow_jax.models.decoder import abstract_decoder
 from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.rollout.head_shards import HeadShards
 from sparrow_jax.sparsity.cost import decode_step_bytes
 from sparrow_jax.sparsity.schedules import Schedule
 
@@ -45,7 +46,7 @@ def step_bytes(
     return decode_step_bytes(
         schedule,
         layers=shape.layers,
-        kv_heads=shape.kv_heads // tensor if shape.kv_heads % tensor == 0 else shape.kv_heads,
+        kv_heads=HeadShards.of(shape, tensor).of_shard,
         head_dim=shape.head_dim,
         landmark_width=schedule.policy.landmark_width(shape.head_dim),
         value_bytes=dtype.itemsize,

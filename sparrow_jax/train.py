@@ -6,6 +6,7 @@ of controller and guard), so that a run killed at any moment repeats itself exac
 """
 
 import dataclasses
+import importlib.util
 import os
 import sys
 import time
@@ -33,12 +34,12 @@ def train(run: RunConfig, workdir_path: str) -> int:
     columns = RL_COLUMNS if run.phase == 'rl' else SUPERVISED_COLUMNS
     primary = jax.process_index() == 0
     with (
+        Verifier(run.reward, run.data, prompt_opens_think=parts.encoder.opens_think) as verifier,
         Workdir.open(workdir_path, run, 'train', primary=primary) as workdir,
         Console(run.steps, columns, quiet=not primary) as console,
         CompileCounter() as compiles,
-        Verifier(run.reward, run.data, prompt_opens_think=parts.encoder.opens_think) as verifier,
         Checkpoints(workdir.checkpoints, run.checkpoint.keep) as checkpoints,
-        Interrupts() as interrupts,
+        Interrupts(console.stopping) as interrupts,
     ):
         if checkpoints.latest_step() is None:
             _refuse_lost_checkpoints(workdir, run.checkpoint.every_steps)
@@ -199,11 +200,12 @@ def _finish(console: Console, workdir: Workdir, first: float | None, last: float
     facts = {}
     if first is not None and last is not None:
         facts['held-out accuracy'] = f'{first:.3f} -> {last:.3f}'
+    install = '' if importlib.util.find_spec('tensorboard') else f'{_python()} -m pip install tensorboard; '
     facts |= {
         'metrics': str(workdir.metrics_file),
         'samples': str(workdir.samples_file),
         'checkpoints': str(workdir.checkpoints),
-        'TensorBoard': f'tensorboard --logdir {workdir.tensorboard}',
+        'TensorBoard': f'{install}tensorboard --logdir {workdir.tensorboard}',
         'export': f'{_python()} -m sparrow_jax.export --workdir={workdir.path} --out={workdir.path}/hf',
     }
     console.finish('Done', facts)

@@ -215,8 +215,8 @@ def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> 
         return False  # a start that failed on a setting, which is mended now
     if lines:
         raise ConfigError(
-            f'--workdir={folder}: belongs to another configuration; give another --workdir or undo these changes:\n  '
-            + '\n  '.join(lines)
+            f'--workdir={folder}: belongs to another configuration; give another --workdir, or undo these changes (a '
+            'run goes on with the overrides that it began with):\n  ' + '\n  '.join(lines)
         )
     return True
 

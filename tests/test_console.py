@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -161,6 +162,28 @@ def test_quiet_prints_nothing():
         console.finish('end', {'b': 2})
         console.interrupted(3)
     assert out.getvalue() == ''
+
+
+def test_numbers_that_look_alike_make_a_flat_curve_and_a_resumed_run_says_where_it_begins(monkeypatch):
+    def draw(console):
+        for step, alpha in ((4, 0.99991), (5, 0.99999)):
+            console.row(step, {'sparse/alpha_p05': alpha, 'critic/score/mean': step / 10})
+        console.finish('Done', {})
+
+    screen = '\n'.join(show(100, monkeypatch, draw)[1])
+    assert re.search(r'p05 alpha\s+1\.000 ▄▄ 1\.000', screen)
+    assert re.search(r'reward\s+0\.400 ▁█ 0\.500', screen)
+    assert 'from step 4 on' in screen
+
+
+def test_a_held_signal_shows_on_the_live_line_at_once(monkeypatch):
+    def draw(console):
+        console.begin_step(1)
+        console.stopping()
+        console.status('learning')
+        time.sleep(0.3)
+
+    assert 'stopping after this step' in show(100, monkeypatch, draw)[0]
 
 
 def test_spark_averages_and_scales():

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 
 from sparrow_jax.config import ConfigError
-from sparrow_jax.models.layout import Tensor, hf_name
+from sparrow_jax.models.layout import Index, Tensor, hf_name
 from sparrow_jax.models.shape import FAMILIES, DecoderShape, RopeScaling
 
 _MODEL_NAMES = {'token_embd': 'embed', 'output_norm': 'final_norm', 'output': 'head'}
@@ -115,14 +115,28 @@ def open_tensors(path: str | pathlib.Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read(tensor: Any, sizes: tuple[int, ...], heads: int) -> np.ndarray:
-    array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(sizes)
+def _read(tensor: Any, sizes: tuple[int, ...], heads: int, index: Index) -> np.ndarray:
+    if len(sizes) == 1:
+        return gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(sizes)[index]
+    # Numbers come in blocks along a row, and the permutation below stays within a head: read is whatever of both the
+    # index touches, and cut to it afterwards.
+    per_head = sizes[0] // heads if heads else 1
+    block, _ = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    rows, columns = (
+        slice(cut.start // step * step, -(-cut.stop // step) * step)
+        for cut, step in zip(index, (per_head, block), strict=True)
+    )
+    block_items = tensor.data.shape[1] * block // sizes[1]  # bytes, or numbers where the file holds plain ones
+    items = slice(columns.start // block * block_items, columns.stop // block * block_items)
+    array = gguf.quants.dequantize(np.ascontiguousarray(tensor.data[rows, items]), tensor.tensor_type)
     if heads:
         # The Llama layout of GGUF rotates neighbouring rows of a head (0, 1), (2, 3), ...; here row i pairs with i +
         # A/2.
-        rows, columns = sizes
-        array = array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(sizes)
-    return array
+        array = array.reshape(-1, per_head // 2, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    row, column = (
+        slice(cut.start - read.start, cut.stop - read.start) for cut, read in zip(index, (rows, columns), strict=True)
+    )
+    return array[row, column]
 
 
 def _split(name: str) -> tuple[str, int | None] | None:

@@ -3,6 +3,7 @@
 `weights.py` reads and writes by it; `gguf.py` gives the tensors of its files the same names.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from sparrow_jax.models.decoder import layer_weights, model_weights
 from sparrow_jax.models.shape import DecoderShape
 
 Key = tuple[str | int, ...]  # place in the parameter tree, e.g. ('layers', 3, 'q')
+Index = tuple[slice, ...]  # a part of an array: one slice a dimension, each with start and stop and no step
 
 _MODEL_NAMES = {'embed': 'model.embed_tokens', 'final_norm': 'model.norm', 'head': 'lm_head'}
 _LAYER_NAMES = {
@@ -30,11 +32,11 @@ _LAYER_NAMES = {
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint that has not been read yet: its sizes, the file it is in, and what reads it."""
+    """A tensor of a checkpoint that has not been read yet: its sizes, its file, and what reads a part of it."""
 
     sizes: tuple[int, ...]
     file: str
-    read: Callable[[], np.ndarray]
+    read: Callable[[Index], np.ndarray]
 
 
 class Slot(NamedTuple):
@@ -49,12 +51,21 @@ class Slot(NamedTuple):
     hf_sizes: tuple[int, ...]
     transposed: bool
 
-    def from_hf(self, array: np.ndarray) -> np.ndarray:
-        """The checkpoint's array in the decoder's sizes."""
-        return (array.T if self.transposed else array).reshape(self.sizes)
+    def read(self, tensor: Tensor, index: Index) -> np.ndarray:
+        """A part of the weight, `index` being in the decoder's sizes.
+
+        Of the tensor no more is read than that part, as long as each group of merged dimensions (heads and head_dim)
+        is cut along its first one only, which is how meshes cut weights.
+        """
+        if not self.transposed:
+            return tensor.read(index)
+        inputs = next(n for n in range(len(self.sizes)) if math.prod(self.sizes[:n]) == self.hf_sizes[1])
+        columns, in_sizes, in_rest = _merged(self.sizes[:inputs], index[:inputs])
+        rows, out_sizes, out_rest = _merged(self.sizes[inputs:], index[inputs:])
+        return tensor.read((rows, columns)).T.reshape(in_sizes + out_sizes)[in_rest + out_rest]
 
     def to_hf(self, array: np.ndarray) -> np.ndarray:
-        """The inverse of `from_hf`."""
+        """The whole weight as it stands in the checkpoint: the inverse of `read`."""
         return array.reshape(self.hf_sizes[::-1]).T if self.transposed else array
 
 
@@ -76,3 +87,11 @@ def hf_slots(shape: DecoderShape) -> dict[str, Slot]:
             hf_sizes = (int(np.prod(weight.sizes)) // weight.fan_in, weight.fan_in) if matrix else weight.sizes
             slots[hf_name(name, layer)] = Slot(('layers', layer, name), weight.sizes, hf_sizes, matrix)
     return slots
+
+
+def _merged(sizes: tuple[int, ...], index: Index) -> tuple[slice, tuple[int, ...], Index]:
+    # Of dimensions that the checkpoint has as one: the range to read, its sizes here, and what of it is wanted. A cut
+    # through a later dimension is no range of the merged one (of every head a few rows), so it is made after reading.
+    stride = math.prod(sizes[1:])
+    start, stop = index[0].start, index[0].stop
+    return slice(start * stride, stop * stride), (stop - start, *sizes[1:]), (slice(None), *index[1:])

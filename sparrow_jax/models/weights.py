@@ -1,13 +1,15 @@
 """Reading and writing of checkpoints: Hugging Face folders and GGUF files to and from the decoder's parameters.
 
-`read_shape` and `load_params` take a folder (config.json and any number of *.safetensors) or a .gguf file; `save_hf`
-writes a folder that transformers opens. Tensors pass through the host one at a time, so no second full copy of the
-model is ever held.
+`read_shape` and `load_params` take what `source.locate` knows: a folder (config.json and any number of *.safetensors),
+a .gguf file, or a name of either. `save_hf` writes a folder that transformers opens. A process reads only the slices
+that its own devices hold, one at a time, so that host memory never has to hold the model.
 """
 
+import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +23,13 @@ from flax import nnx
 from sparrow_jax.config import ConfigError
 from sparrow_jax.json_files import read_object
 from sparrow_jax.models import gguf
-from sparrow_jax.models.layout import Key, Tensor, hf_slots
+from sparrow_jax.models.layout import Index, Key, Tensor, hf_slots
 from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.models.source import WEIGHTS, locate, weight_files
 
 _DTYPES = {'float32': np.dtype(np.float32), 'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 _SAFETENSORS_DTYPES = ('F32', 'F16', 'BF16')
+_COMPARED_BYTES = 64_000_000  # of each of two tensors that are read to see whether they are equal
 
 
 def read_shape(path: str | pathlib.Path) -> DecoderShape:
@@ -34,20 +38,24 @@ def read_shape(path: str | pathlib.Path) -> DecoderShape:
     Raises:
       ConfigError: nothing at `path`, or a model that the decoder does not know.
     """
-    path = _existing(path)
+    path = locate(path, 'config.json')
     if path.is_file():
         return gguf.read_shape(path)
     return DecoderShape.from_hf_config(_read_json(path / 'config.json'), where=str(path / 'config.json'))
 
 
 def load_params(path: str | pathlib.Path, abstract_params: nnx.State, param_dtype: Any = None) -> nnx.State:
-    """Reads a checkpoint into the decoder's parameter tree.
+    """Reads a checkpoint into the decoder's parameter tree, of each tensor only what this process's devices hold.
+
+    A slice is read, converted and copied to the devices that hold it before the next one is read. Host memory in use at
+    any time is one slice as stored and as converted, beside what the devices hold where they use the host's own memory.
 
     Args:
-      path: a folder with config.json and *.safetensors (bfloat16, float16 or float32; if there is an index, the files
-        that it lists), or a .gguf file (any of its quantizations; they become plain numbers).
+      path: as `source.locate` takes it: a folder with config.json and *.safetensors (bfloat16, float16 or float32; if
+        there is an index, the files that it lists), or a .gguf file (any of its quantizations; they become plain
+        numbers).
       abstract_params: from `abstract_decoder`; gives structure and dtypes. Leaves that carry a sharding are placed by
-        it, each process keeping its own part; the others go to the default device.
+        it, each process reading its own part; the others are read whole and go to the default device.
       param_dtype: overrides the dtype of the matrices; norm scales stay float32.
 
     Returns:
@@ -55,13 +63,13 @@ def load_params(path: str | pathlib.Path, abstract_params: nnx.State, param_dtyp
 
     Raises:
       ConfigError: a tensor is missing, left over, of another shape than the model's or stored twice; names tensor and
-        file.
+        file. Found in the headers, before any weight is read.
     """
-    path = _existing(path)
+    path = locate(path, WEIGHTS)
     shape = read_shape(path)
     tensors = gguf.open_tensors(path) if path.is_file() else _open_safetensors(path)
     slots = hf_slots(shape)
-    _drop_known_extras(tensors, shape)
+    repeated_head = _drop_known_extras(tensors, shape)
     for name, slot in slots.items():
         if name not in tensors:
             raise ConfigError(f'{path}: the tensor {name} is missing')
@@ -73,24 +81,27 @@ def load_params(path: str | pathlib.Path, abstract_params: nnx.State, param_dtyp
     for name in tensors:
         if name not in slots:
             raise ConfigError(f'{tensors[name].file}: the tensor {name} belongs to no weight of a {shape.family} model')
-
     names = {slot.key: name for name, slot in slots.items()}
-
-    def load(place: tuple[Any, ...], abstract: Any) -> jax.Array:
-        name = names[_key(place)]
-        slot = slots[name]
-        if abstract.shape != slot.sizes:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
+    wanted = [(names[_key(place)], abstract) for place, abstract in leaves]
+    for name, abstract in wanted:
+        if abstract.shape != slots[name].sizes:
             raise ConfigError(
-                f'{path}: {name} has shape {slot.sizes} here, but the decoder was made for {abstract.shape}'
+                f'{path}: {name} has shape {slots[name].sizes} here, but the decoder was made for {abstract.shape}'
             )
-        dtype = abstract.dtype if param_dtype is None or len(slot.sizes) == 1 else param_dtype
-        array = slot.from_hf(tensors[name].read()).astype(dtype)
-        sharding = getattr(abstract, 'sharding', None)
-        if sharding is None:
-            return jnp.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    if repeated_head is not None:
+        _check_same_head(repeated_head, tensors['model.embed_tokens.weight'])
 
-    return jax.tree_util.tree_map_with_path(load, abstract_params)
+    def read(name: str, dtype: Any, index: Index) -> np.ndarray:
+        return slots[name].read(tensors[name], index).astype(dtype, copy=False)
+
+    arrays: list[Any] = [None] * len(wanted)
+    for i in sorted(range(len(wanted)), key=lambda i: tensors[wanted[i][0]].file):  # a file is done before the next
+        name, abstract = wanted[i]
+        dtype = abstract.dtype if param_dtype is None or len(abstract.shape) == 1 else param_dtype
+        sharding = getattr(abstract, 'sharding', None)
+        arrays[i] = _placed(functools.partial(read, name, dtype), abstract.shape, sharding)
+    return jax.tree_util.tree_unflatten(structure, arrays)
 
 
 def save_hf(
@@ -143,61 +154,80 @@ def save_hf(
         ids['pad_token_id'] = pad_id
     _write_json(folder / 'generation_config.json', ids)
     _write_json(folder / 'config.json', shape.to_hf_config() | {'torch_dtype': dtype} | ids)
+    for file in set(files.values()):  # which the library has made readable to their owner alone
+        shutil.copymode(folder / 'config.json', folder / file)
 
 
-def _existing(path: str | pathlib.Path) -> pathlib.Path:
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise ConfigError(
-            f'{path}: no such checkpoint; give a folder with config.json and *.safetensors, or a .gguf file'
-        )
-    if path.is_file() and path.suffix != '.gguf':
-        raise ConfigError(f'{path}: a checkpoint is a folder or a .gguf file; give the folder that holds this file')
-    return path
+def _placed(
+    read: Callable[[Index], np.ndarray], sizes: tuple[int, ...], sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    if sharding is None:
+        return jnp.asarray(read(_bounded((slice(None),) * len(sizes), sizes)))
+    # Not jax.make_array_from_callback: it reads a slice anew for every device that holds it, and all slices of this
+    # process before it places the first.
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(sizes).items():
+        bounds = tuple((cut.start, cut.stop) for cut in _bounded(index, sizes))
+        holders.setdefault(bounds, []).append(device)
+    shards: list[jax.Array] = []
+    for bounds, devices in holders.items():
+        part = read(tuple(slice(*cut) for cut in bounds))
+        # Waited for: copies to an accelerator run behind, and each keeps its slice in host memory until it is done.
+        shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(sizes, sharding, shards)
+
+
+def _bounded(index: Index | None, sizes: tuple[int, ...]) -> Index:
+    # None, which JAX's types allow for a device that holds nothing, is not among the devices of this process.
+    assert index is not None
+    return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, sizes, strict=True))
 
 
 def _open_safetensors(folder: pathlib.Path) -> dict[str, Tensor]:
-    index = folder / 'model.safetensors.index.json'
-    if index.exists():
-        listed = _read_json(index).get('weight_map')
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-            raise ConfigError(f'{index}: weight_map must say which file holds each tensor')
-        files = sorted({folder / name for name in listed.values()})
-    else:
-        files = sorted(folder.glob('*.safetensors'))
-    if not files:
-        raise ConfigError(f'{folder}: holds no *.safetensors file')
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        if not file.exists():
-            raise ConfigError(f'{file}: missing, though {index.name} lists it; the download is incomplete')
+    for file in weight_files(folder):
         try:
             handle = safetensors.safe_open(file, framework='np')
         except safetensors.SafetensorError as error:
             raise ConfigError(f'{file}: cannot be read ({error}); the download may be incomplete') from error
-        for name in handle.keys():  # noqa: SIM118  (no mapping: it has keys() alone)
-            header = handle.get_slice(name)
-            if header.get_dtype() not in _SAFETENSORS_DTYPES:
-                stored, known = header.get_dtype(), ', '.join(_SAFETENSORS_DTYPES)
-                raise ConfigError(f'{file}: the tensor {name} is stored as {stored}; only {known} can be read')
-            if name in tensors:
-                raise ConfigError(f'{file}: the tensor {name} is also in {tensors[name].file}')
-            read = lambda handle=handle, name=name: handle.get_tensor(name)
-            tensors[name] = Tensor(tuple(header.get_shape()), str(file), read)
+        with handle:
+            for name in handle.keys():  # noqa: SIM118  (no mapping: it has keys() alone)
+                header = handle.get_slice(name)
+                if header.get_dtype() not in _SAFETENSORS_DTYPES:
+                    stored, known = header.get_dtype(), ', '.join(_SAFETENSORS_DTYPES)
+                    raise ConfigError(f'{file}: the tensor {name} is stored as {stored}; only {known} can be read')
+                if name in tensors:
+                    raise ConfigError(f'{file}: the tensor {name} is also in {tensors[name].file}')
+                read = functools.partial(_read_slice, file, name)
+                tensors[name] = Tensor(tuple(header.get_shape()), str(file), read)
     return tensors
 
 
-def _drop_known_extras(tensors: dict[str, Tensor], shape: DecoderShape) -> None:
+def _read_slice(file: pathlib.Path, name: str, index: Index) -> np.ndarray:
+    # Opened anew for each slice (less than a millisecond): an open file keeps every page that was read mapped into this
+    # process, in the end the whole file.
+    with safetensors.safe_open(file, framework='np') as handle:
+        return handle.get_slice(name)[index]
+
+
+def _drop_known_extras(tensors: dict[str, Tensor], shape: DecoderShape) -> Tensor | None:
+    # Returns the head that some tied checkpoints store all the same.
     for name in [name for name in tensors if name.endswith('.rotary_emb.inv_freq')]:
         del tensors[name]  # a buffer that old Llama checkpoints saved; it follows from the configuration
-    if shape.tie_embeddings and 'lm_head.weight' in tensors and 'model.embed_tokens.weight' in tensors:
-        # Some tied checkpoints store the head all the same. Dropping a different one would change the model in silence.
-        head = tensors.pop('lm_head.weight')
-        if not np.array_equal(head.read(), tensors['model.embed_tokens.weight'].read()):
-            raise ConfigError(
-                f'{head.file}: lm_head.weight differs from model.embed_tokens.weight, but config.json says '
-                'tie_word_embeddings=true; set it to false there to use the separate head'
-            )
+    return tensors.pop('lm_head.weight', None) if shape.tie_embeddings else None
+
+
+def _check_same_head(head: Tensor, embed: Tensor) -> None:
+    # Leaving out a head that differs would change the model in silence. Every process compares all of it, a block of
+    # rows at a time: were each to look at its own slices alone, some could refuse it while others went on.
+    rows, columns = embed.sizes
+    block = max(1, _COMPARED_BYTES // (columns * _DTYPES['float32'].itemsize))
+    blocks = ((slice(start, min(start + block, rows)), slice(0, columns)) for start in range(0, rows, block))
+    if head.sizes != embed.sizes or not all(np.array_equal(head.read(part), embed.read(part)) for part in blocks):
+        raise ConfigError(
+            f'{head.file}: lm_head.weight differs from model.embed_tokens.weight, but config.json says '
+            'tie_word_embeddings=true; set it to false there to use the separate head'
+        )
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.rollout.head_shards import HeadShards
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +50,7 @@ class Slots:
 def make_cache(
     shape: DecoderShape,
     *,
+    heads: HeadShards,
     slots: int,
     pool_pages: int,
     pages_per_sequence: int,
@@ -57,7 +59,7 @@ def make_cache(
     dtype,
 ) -> Cache:
     """An empty cache. Free memory is zero here, but nothing relies on it."""
-    K, A = shape.kv_heads, shape.head_dim
+    K, A = heads.cache_heads, shape.head_dim
     layers = range(shape.layers)
     return Cache(
         pages=[jnp.zeros((K, pool_pages, page_tokens, 2 * A), dtype) for _ in layers],

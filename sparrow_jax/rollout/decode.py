@@ -5,6 +5,7 @@ temperatures are values, so nothing compiles after each function's first call.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
 from sparrow_jax.rollout.fused_step import fused_hidden
+from sparrow_jax.rollout.head_shards import FIRST, SECOND, THIRD, WHOLE, HeadShards
 from sparrow_jax.rollout.sampling import Noise, draw, draw_noise
 from sparrow_jax.sparsity.schedules import budget_for_length
 
@@ -40,6 +42,7 @@ class SamplerStatics:
         prefill_attention: implementation of `models.attention.causal_attend`.
         policy: how a sparse layer chooses its pages.
         kernels: what runs the attention of decode steps.
+        heads: how the cache's heads lie on tensor shards.
         fused: whether kernels also run the rest of them, see `fused_step`.
         truncate: whether top-p is applied (evaluation only).
     """
@@ -54,6 +57,7 @@ class SamplerStatics:
     prefill_attention: str
     policy: SelectionPolicy
     kernels: Implementation
+    heads: HeadShards
     fused: bool
     truncate: bool
 
@@ -294,29 +298,19 @@ def write_token(
     cache: Cache, layer: int, k_BKA, v_BKA, table_BN, position_B, active_B, statics: SamplerStatics
 ) -> tuple[jax.Array, jax.Array]:
     """The layer's pages and landmarks with the tokens' keys and values."""
-    return landmark_update(
-        cache.pages[layer],
-        cache.landmarks[layer],
-        k_BKA,
-        v_BKA,
-        table_BN,
-        position_B,
-        active_B,
-        policy=statics.policy,
-        implementation=statics.selection_kernels,
-    )
+    heads = statics.heads
+    write = functools.partial(landmark_update, policy=statics.policy, implementation=statics.selection_kernels)
+    k_BKA, v_BKA = (heads.repeated(x_BKA, axis=1) for x_BKA in (k_BKA, v_BKA))
+    run = heads.each(write, (FIRST, SECOND, SECOND, SECOND, WHOLE, WHOLE, WHOLE), (FIRST, SECOND))
+    return run(cache.pages[layer], cache.landmarks[layer], k_BKA, v_BKA, table_BN, position_B, active_B)
 
 
 def choose_pages(
     q_BHA, landmark_BKNA, table_BN, length_B, budget_B, statics: SamplerStatics
 ) -> tuple[jax.Array, jax.Array]:
     """What a sparse layer reads: ids_BKM and count_B, of `page_select`."""
-    return page_select(
-        q_BHA,
-        landmark_BKNA,
-        length_B,
-        budget_B,
-        table_BN,
+    select = functools.partial(
+        page_select,
         page_tokens=statics.page_tokens,
         max_pages=statics.max_pages,
         reserved_first=statics.reserved_first,
@@ -325,6 +319,24 @@ def choose_pages(
         landmarks_at_rest=statics.fused,
         implementation=statics.selection_kernels,
     )
+    run = statics.heads.each(select, (SECOND, SECOND, WHOLE, WHOLE, WHOLE), (SECOND, WHOLE))
+    return run(statics.heads.whole_groups(q_BHA), landmark_BKNA, length_B, budget_B, table_BN)
+
+
+def attend_chosen(q_BHA, pages_KPCE, ids_BKM, count_B, length_B, statics: SamplerStatics) -> jax.Array:
+    """Attention of one query a sequence to the pages of `choose_pages`."""
+    attend = lambda q, pages, ids, count, length: sparse_decode(
+        q, pages, None, ids, count, length, implementation=statics.kernels
+    )
+    run = statics.heads.each(attend, (SECOND, FIRST, SECOND, WHOLE, WHOLE), SECOND)
+    return run(q_BHA, pages_KPCE, ids_BKM, count_B, length_B)
+
+
+def attend_all(q_BTHA, pages_KPCE, table_BN, length_B, statics: SamplerStatics) -> jax.Array:
+    """Attention of the newest queries of each sequence to all of its pages."""
+    attend = functools.partial(dense_decode, implementation=statics.kernels)
+    run = statics.heads.each(attend, (THIRD, FIRST, WHOLE, WHOLE), THIRD)
+    return run(q_BTHA, pages_KPCE, table_BN, length_B)
 
 
 def attend_layer(
@@ -332,10 +344,9 @@ def attend_layer(
 ) -> jax.Array:
     """Attention of one query a sequence to the chosen pages, to all of them in a dense layer."""
     if layer in statics.dense_layers:
-        o_BTHA = dense_decode(q_BHA[:, None], pages_KPCE, table_BN, length_B, implementation=statics.kernels)
-        return o_BTHA[:, 0]
+        return attend_all(q_BHA[:, None], pages_KPCE, table_BN, length_B, statics)[:, 0]
     chosen = choose_pages(q_BHA, landmark_BKNA, table_BN, length_B, budget_B, statics)
-    return sparse_decode(q_BHA, pages_KPCE, None, *chosen, length_B, implementation=statics.kernels)
+    return attend_chosen(q_BHA, pages_KPCE, *chosen, length_B, statics)
 
 
 def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> Attend:
@@ -359,6 +370,7 @@ def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> 
     def attend(layer: int, q_RTHA: jax.Array, k_RTKA: jax.Array, v_RTKA: jax.Array) -> jax.Array:
         pool_KPCE, landmark_BKNW = cache.pages[layer], cache.landmarks[layer]
         K, P, _, E = pool_KPCE.shape  # P is out of range: dropped
+        k_RTKA, v_RTKA = (statics.heads.repeated(x_RTKA, axis=2) for x_RTKA in (k_RTKA, v_RTKA))
         kv_RTKE = jnp.concatenate([k_RTKA, v_RTKA], axis=-1).astype(pool_KPCE.dtype)
         kv_KRNCE = kv_RTKE.reshape(R, pages, C, K, E).transpose(3, 0, 1, 2, 4)
         target_RN = jnp.where(shared_RN, prompts.table_RFN[:, 0, :pages], P)
@@ -368,7 +380,8 @@ def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> 
         filled_RKNW = statics.policy.landmark(kv_KRNCE[..., : E // 2]).swapaxes(0, 1).astype(landmark_BKNW.dtype)
         filled_R1KNW = filled_RKNW[:, None]
         cache.landmarks[layer] = landmark_BKNW.at[prompts.slot_RF, :, :pages].set(filled_R1KNW, mode='drop')
-        return dense(layer, q_RTHA, k_RTKA, v_RTKA)
+        on_own_heads = statics.heads.each(functools.partial(dense, layer), (THIRD, THIRD, THIRD), THIRD)
+        return on_own_heads(q_RTHA, k_RTKA, v_RTKA)
 
     return attend
 

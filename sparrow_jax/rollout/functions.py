@@ -24,6 +24,7 @@ from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
 from sparrow_jax.rollout.decode import SamplerStatics, decode_segment, prefill
 from sparrow_jax.rollout.fused_step import why_unfused
 from sparrow_jax.rollout.harvest import cut_row
+from sparrow_jax.rollout.head_shards import HeadShards
 from sparrow_jax.rollout.offload import Offload
 from sparrow_jax.rollout.probes import measure
 from sparrow_jax.rollout.sampling import sample_keys
@@ -106,6 +107,7 @@ class SamplerFunctions:
             prefill_attention=best_implementation(dtype.name),
             policy=schedule.policy,
             kernels=kernels,
+            heads=HeadShards.of(shape, mesh.shape['tensor']),
             fused=kernels.platform == 'gpu' and not unfused,
             truncate=False,
         )
@@ -135,6 +137,7 @@ class SamplerFunctions:
         def make() -> tuple[Cache, Slots]:
             cache = make_cache(
                 self.shape,
+                heads=self.statics.heads,
                 slots=self.rollout.slots,
                 pool_pages=layout.pages * layout.shards,
                 pages_per_sequence=layout.pages_per_sequence,
@@ -209,7 +212,7 @@ class SamplerFunctions:
 
     def shardings(self) -> tuple[Cache, NamedSharding]:
         """Of cache and slots, the same out of every function: left to XLA they would differ, and each kind compiles."""
-        heads = 'tensor' if self.shape.kv_heads % self.mesh.shape['tensor'] == 0 else None
+        heads = 'tensor' if self.statics.heads.shards > 1 else None
         pages = NamedSharding(self.mesh, PartitionSpec(heads, meshes.BATCH_AXES))
         landmarks = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES, heads))
         return Cache(pages, landmarks), NamedSharding(self.mesh, SHARDED)  # type: ignore[arg-type]
@@ -248,6 +251,8 @@ class SamplerFunctions:
         """Why kernels run no more than the attention of decode steps, where they could run all."""
         if kernels.platform != 'gpu':
             return None
+        if self.mesh.shape['tensor'] > 1:
+            return 'the products with weights are not split over parallel.tensor by the fused kernels'
         if schedule.policy.implementation(kernels)[1]:
             return 'landmarks other than means are not written by the fused kernels'
         return why_unfused(self.shape, self.layout.slots, self.dtype)
@@ -256,8 +261,10 @@ class SamplerFunctions:
 def _choose_kernels(asked: str, shape: DecoderShape, mesh: Mesh, dtype: np.dtype) -> tuple[Implementation, str]:
     """What runs the attention of decode steps, and the reason for it."""
     unfit = why_unfit(shape.head_dim, shape.query_heads // shape.kv_heads, dtype)
-    if mesh.shape['tensor'] > 1:
-        unfit = unfit or 'the kernels are not split over parallel.tensor'
+    tensor = mesh.shape['tensor']
+    if HeadShards.of(shape, tensor).shards != tensor:
+        heads = f'{shape.query_heads} query and {shape.kv_heads} KV heads'
+        unfit = unfit or f'the kernels cannot share {heads} among the {tensor} shards of parallel.tensor'
     device = mesh.devices.flat[0]
     if asked == 'auto':
         chosen, why = choose(device)

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from pallas_kernels.dense_decode import dense_decode
 from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
-from sparrow_jax.rollout.decode import SamplerStatics
+from sparrow_jax.rollout.decode import SamplerStatics, attend_all
 from sparrow_jax.sparsity.controller import Control, Controller, count, move
 from sparrow_jax.sparsity.mismatch import acceptance
 
@@ -79,10 +78,11 @@ def _chunk_attend(cache: Cache, table_PN, position_PT, is_new_PT, length_P, stat
 
     def attend(layer: int, q_PTHA: jax.Array, k_PTKA: jax.Array, v_PTKA: jax.Array) -> jax.Array:
         pool_KPCE = cache.pages[layer]
+        k_PTKA, v_PTKA = (statics.heads.repeated(x_PTKA, axis=2) for x_PTKA in (k_PTKA, v_PTKA))
         kv_KPTE = jnp.concatenate([k_PTKA, v_PTKA], axis=-1).astype(pool_KPCE.dtype).transpose(2, 0, 1, 3)
         target_PT = jnp.where(is_new_PT, page_PT, pool_KPCE.shape[1])  # out of range: dropped
         cache.pages[layer] = pool_KPCE.at[:, target_PT, position_PT % C].set(kv_KPTE, mode='drop')
-        return dense_decode(q_PTHA, cache.pages[layer], table_PN, length_P, implementation=statics.kernels)
+        return attend_all(q_PTHA, cache.pages[layer], table_PN, length_P, statics)
 
     return attend
 

@@ -18,11 +18,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.rotate_and_write import rotate_and_write
-from pallas_kernels.sparse_decode import sparse_decode
 from sparrow_jax.rollout.cache import Cache, Slots
-from sparrow_jax.rollout.decode import SamplerStatics, choose_pages, write_token
+from sparrow_jax.rollout.decode import SamplerStatics, attend_all, attend_chosen, choose_pages, write_token
 from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.rollout.functions import CACHE, SHARDED, WHOLE, Sampling
 from sparrow_jax.rollout.fused_step import fused_hidden
@@ -159,8 +157,7 @@ class StepParts:
         choose = (landmarks, full.slots.table_BN, length_B, budget_B)
         select_s, ids = 0.0, []
         if self.sparse_layers:
-            shape = (B, self.engine.shape.kv_heads)
-            first_BK = self._placed(np.zeros(shape, np.int32))
+            first_BK = self._placed(np.zeros((B, self.statics.heads.cache_heads), np.int32))
             select_s = self._seconds('select', self._select, (query, *choose), first_BK)
             ids = self._chosen(query, choose)
         attend = (full.cache.pages, full.slots.table_BN, length_B, ids)
@@ -197,15 +194,13 @@ class StepParts:
 
     def _attend(self, _turn, q_BTHA, pages, table_BN, length_B, ids):
         """The result of one layer is the query of the next."""
-        kernels, chosen = self.statics.kernels, iter(ids)
+        chosen = iter(ids)
         for layer, pages_KPCE in enumerate(pages):
             if layer in self.statics.dense_layers:
-                q_BTHA = dense_decode(q_BTHA, pages_KPCE, table_BN, length_B, implementation=kernels)
+                q_BTHA = attend_all(q_BTHA, pages_KPCE, table_BN, length_B, self.statics)
             else:
                 ids_BKM, count_B = next(chosen)
-                q_BHA = sparse_decode(
-                    q_BTHA[:, 0], pages_KPCE, None, ids_BKM, count_B, length_B, implementation=kernels
-                )
+                q_BHA = attend_chosen(q_BTHA[:, 0], pages_KPCE, ids_BKM, count_B, length_B, self.statics)
                 q_BTHA = q_BHA[:, None]
         return q_BTHA
 

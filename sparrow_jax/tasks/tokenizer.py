@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from sparrow_jax.config import ConfigError
 from sparrow_jax.json_files import read_object
 from sparrow_jax.models import gguf
+from sparrow_jax.models.source import locate
 
 # How text is cut before the merges, by the name that GGUF files give the scheme (`tokenizer.ggml.pre`).
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -32,13 +33,13 @@ def load_tokenizer(path: str | pathlib.Path) -> transformers.PreTrainedTokenizer
     """The tokenizer of a checkpoint, chat template included.
 
     Args:
-      path: a folder with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file whose
-        vocabulary is a byte-level BPE.
+      path: as `source.locate` takes it: a folder with tokenizer.json (and tokenizer_config.json, chat_template.jinja),
+        or a .gguf file whose vocabulary is a byte-level BPE.
 
     Raises:
       ConfigError: no tokenizer at `path`, or a kind of GGUF vocabulary that cannot be rebuilt.
     """
-    path = pathlib.Path(path)
+    path = locate(path, 'tokenizer.json')
     if path.suffix == '.gguf':
         return _from_gguf(path)
     if not (path / 'tokenizer.json').exists():
@@ -64,7 +65,7 @@ def end_ids(
 
     Args:
       tokenizer: from `load_tokenizer`.
-      path: the checkpoint's folder or .gguf file; '' where the model has none.
+      path: the checkpoint's, as `source.locate` takes it; '' where the model has none.
       extra_strings: further tokens, each a single token of the vocabulary.
 
     Raises:
@@ -74,7 +75,7 @@ def end_ids(
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if str(path):
-        ids.update(_stated_end_ids(pathlib.Path(path)))
+        ids.update(_stated_end_ids(locate(path)))
     vocabulary = tokenizer.get_vocab()
     for text in extra_strings:
         if text not in vocabulary:

@@ -170,7 +170,9 @@ def test_save_then_load(tmp_path, case, max_shard_bytes):
 def test_the_written_folder_holds_the_tensors_it_was_read_from(tmp_path, untied_checkpoint):
     folder, _, tensors = untied_checkpoint
     save_hf(tmp_path / 'out', read_shape(folder), load(folder)[1], 'bfloat16')
-    written = load_file(tmp_path / 'out' / 'model.safetensors')
+    file = tmp_path / 'out' / 'model.safetensors'
+    assert file.stat().st_mode == (tmp_path / 'out' / 'config.json').stat().st_mode
+    written = load_file(file)
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert written[name].dtype == ml_dtypes.bfloat16

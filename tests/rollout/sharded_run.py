@@ -12,7 +12,7 @@ from sparrow_jax.rollout.engine import Probing, Sampling
 from sparrow_jax.sparsity.controller import Control
 
 REQUESTS = make_requests((24, 5, 16, 9), samples=8)
-MESHES = {'data': (4, 1, 1), 'tensor': (1, 1, 4)}  # (data, fsdp, tensor)
+MESHES = {'data': (4, 1, 1), 'tensor': (1, 1, 4), 'both': (2, 1, 2)}  # (data, fsdp, tensor)
 
 
 def run(mesh: tuple[int, int, int]) -> dict:
@@ -32,6 +32,12 @@ def run(mesh: tuple[int, int, int]) -> dict:
         'pages_read': [response.pages_read.tolist() for response in responses],
         'reasons': [response.finish_reason for response in responses],
     }
+
+
+def run_by_groups(mesh: tuple[int, int, int]) -> list[list[int]]:
+    """Tokens under a policy that needs every query of a group by itself."""
+    responses = Sampler(make_model(), mesh=mesh, slots=8, policy='group_softmax')(REQUESTS, budgets=MIXED)
+    return [response.tokens.tolist() for response in responses]
 
 
 def run_adaptively(mesh: tuple[int, int, int]) -> dict:
@@ -56,4 +62,6 @@ def run_adaptively(mesh: tuple[int, int, int]) -> dict:
 
 if __name__ == '__main__':
     results = {name: run(mesh) for name, mesh in MESHES.items()}
-    json.dump(results | {'adaptive': run_adaptively(MESHES['data'])}, sys.stdout)
+    results['adaptive'] = run_adaptively(MESHES['data'])
+    results['groups'] = run_by_groups(MESHES['tensor'])
+    json.dump(results, sys.stdout)

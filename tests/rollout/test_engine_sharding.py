@@ -1,5 +1,5 @@
 """Four data shards, each with slots and a pool of its own, give the samples that one gives; so do four tensor shards
-over two KV heads."""
+over two KV heads, and two of each."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from sampler_setup import MIXED, assert_same
+from sampler_setup import MIXED, Sampler, assert_same, make_model
 from sharded_run import MESHES, REQUESTS
 
 from sparrow_jax.rollout.engine import Response
@@ -36,7 +36,7 @@ def sharded():
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize(('mesh', 'shards'), [('data', 4), ('tensor', 1)])
+@pytest.mark.parametrize(('mesh', 'shards'), [('data', 4), ('tensor', 1), ('both', 2)])
 def test_four_devices_were_used_and_nothing_compiled_late(sharded, mesh, shards):
     assert (sharded[mesh]['devices'], sharded[mesh]['shards'], sharded[mesh]['late']) == (4, shards, [])
 
@@ -59,6 +59,12 @@ def test_responses_are_the_same_whatever_the_sharding(sharded, sampler, mesh):
     assert_same(responses, sampler(REQUESTS, budgets=MIXED))
     longer = [tuple(response.tokens.tolist()) for response in responses if len(response.tokens) > 3]
     assert len(set(longer)) == len(longer) > 16
+
+
+def test_a_policy_that_looks_at_each_query_sees_the_whole_group_on_every_shard(sharded):
+    alone = Sampler(make_model(), slots=8, policy='group_softmax')(REQUESTS, budgets=MIXED)
+    assert sharded['groups'] == [response.tokens.tolist() for response in alone]
+    assert sharded['groups'] != sharded['tensor']['tokens']
 
 
 def test_every_shard_counts_the_probes_of_all(sharded, sampler):

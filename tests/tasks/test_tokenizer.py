@@ -136,7 +136,7 @@ def test_end_ids_of_a_gguf_file(tmp_path):
 def test_what_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r'no tokenizer\.json'):
         load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match='no such GGUF file'):
+    with pytest.raises(ConfigError, match='no such checkpoint'):
         load_tokenizer(tmp_path / 'absent.gguf')
     with pytest.raises(ConfigError, match='strange-scheme'):
         load_tokenizer(write_gguf(tmp_path / 'model.gguf', trained('smollm'), 'strange-scheme'))
