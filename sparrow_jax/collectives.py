@@ -5,6 +5,7 @@ whether one of them brings together what was cut on purpose, weights or cache.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import defaultdict
@@ -150,6 +151,7 @@ def _inside(
                 yield from _inside(computations, called, repeated or instruction.operation == 'while', skip)
 
 
+@functools.lru_cache(maxsize=1)  # a program's text has tens of megabytes, and several questions are asked of it
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     computations: dict[str, list[_Instruction]] = {}
     entry, current = '', None

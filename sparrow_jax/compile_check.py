@@ -68,7 +68,9 @@ class Program:
         beside_bytes: of a run's arrays that lie on the device and are none of its arguments.
         argument_bytes, result_bytes, temporary_bytes: as the compiler counts them; results beyond donated arguments.
         refused: what the compiler said where its memory did not suffice; the counts are then 0.
-        text: of the compiled program.
+        compiled: whether it was.
+        exchanged: the collectives of a decode step, where it is the decode segment.
+        largest: of its scratch, as `collectives.largest_results` gives it.
     """
 
     name: str
@@ -78,7 +80,9 @@ class Program:
     result_bytes: int = 0
     temporary_bytes: int = 0
     refused: str = ''
-    text: str = ''
+    compiled: bool = False
+    exchanged: list[Collective] = dataclasses.field(default_factory=list)
+    largest: list[dict] = dataclasses.field(default_factory=list)
 
     @property
     def total_bytes(self) -> int:
@@ -182,15 +186,17 @@ class Check:
             program.argument_bytes = counted.argument_size_in_bytes
             program.result_bytes = counted.output_size_in_bytes - counted.alias_size_in_bytes
             program.temporary_bytes = counted.temp_size_in_bytes + counted.generated_code_size_in_bytes
-            program.text = compiled.as_text() or ''
+            text = compiled.as_text() or ''
+            program.exchanged = loop_collectives(text) if name == SEGMENT else []
+            program.largest = largest_results(text, 3)
+            program.compiled = True
         program.seconds = time.perf_counter() - began
         self.programs.append(program)
         return program
 
     def exchanged(self) -> list[Collective]:
         """The collectives of a decode step, where it was compiled."""
-        text = next((program.text for program in self.programs if program.name == SEGMENT), '')
-        return loop_collectives(text) if text else []
+        return next((program.exchanged for program in self.programs if program.name == SEGMENT), [])
 
     def gathered(self) -> list[tuple[Collective, str]]:
         """Those that bring weights or cache together."""
@@ -230,7 +236,7 @@ class Check:
                 f'{memory.show_bytes(self.available_bytes)} that a device of {named} has: '
                 f'margin {spare / self.available_bytes:.1%}'
             )
-        if any(program.name == SEGMENT and program.text for program in self.programs):
+        if any(program.name == SEGMENT and program.compiled for program in self.programs):
             rows = summary(self.exchanged())
             yield f'\nCollectives of a decode step: {sum(row["count"] for row in rows)}'
             for row in rows:
@@ -262,9 +268,7 @@ class Check:
             for (part, name, shape), ones in groups.items()
         ]
         for program in self.programs:
-            if program.text and program.temporary_bytes:
-                for row in largest_results(program.text, 3):
-                    rows.append({**row, 'part': program.name, 'count': 1})
+            rows += [{**row, 'part': program.name, 'count': 1} for row in program.largest]
             rows += [
                 {'part': program.name, 'name': 'scratch', 'shape': shape, 'count': 1, 'bytes': size}
                 for shape, size in _refused_arrays(program.refused)
@@ -287,7 +291,7 @@ class Check:
             'estimated_bytes': memory.estimate(run, shape, self.frame.mesh.shape, 'tpu'),
             'programs': [
                 {
-                    **{k: v for k, v in dataclasses.asdict(program).items() if k != 'text'},
+                    **{k: v for k, v in dataclasses.asdict(program).items() if k not in ('exchanged', 'largest')},
                     'total_bytes': program.total_bytes,
                 }
                 for program in self.programs
