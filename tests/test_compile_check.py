@@ -51,7 +51,7 @@ def call(*arguments) -> int:
     [
         {},
         {'parallel.tensor': 2, 'model.compute_dtype': 'bfloat16'},
-        {'parallel.tensor': 4, 'parallel.data': 1},  # two KV heads: whole on each shard
+        {'parallel.tensor': 4, 'parallel.data': 1},  # two KV heads: each held by two shards
         {'parallel.fsdp': 2, 'parallel.data': 2, 'rollout.pool_pages': 40, 'learner.kl_coef': 0.1},
         {'parallel.tensor': 2, 'schedule.kind': 'adaptive', 'rollout.slots': 8, 'model.shape.tie_embeddings': False},
         {'parallel.fsdp': 4, 'parallel.data': 1, 'schedule.policy': 'quest', 'mismatch.every_steps': 0},

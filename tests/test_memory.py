@@ -79,11 +79,9 @@ def test_the_mesh_divides_what_it_shards():
     tensor = memory.estimate(run, SHAPE, {'data': 1, 'fsdp': 1, 'tensor': 2}, 'gpu')
     assert (tensor['sampler weights'] - norms) * 2 == one['sampler weights'] - norms
     assert tensor['rollout: KV pool'] * 2 == one['rollout: KV pool']
-    # 2 KV heads do not split over 4 shards: whole on each
-    assert (
-        memory.estimate(run, SHAPE, {'data': 1, 'fsdp': 1, 'tensor': 4}, 'gpu')['rollout: KV pool']
-        == one['rollout: KV pool']
-    )
+    # 2 KV heads and 4 shards: each holds one head, as two shards do
+    four = memory.estimate(run, SHAPE, {'data': 1, 'fsdp': 1, 'tensor': 4}, 'gpu')
+    assert four['rollout: KV pool'] == tensor['rollout: KV pool']
 
 
 def test_options_that_cost_memory_show():
