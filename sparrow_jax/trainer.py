@@ -32,7 +32,6 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
-from sparrow_jax.parallel import hosts
 from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
@@ -165,10 +164,14 @@ class Trainer:
         """Compiles everything that the run will need, so that nothing compiles later."""
         run = self.run
         self.console.status('compiling')
-        samplings = {self.evaluation_sampling()} if run.evaluate.every_steps >= 0 else set()
+        samplings = set()
+        if run.evaluate.every_steps >= 0:
+            samplings.add(self.evaluation_sampling())
+            self.verifier.warm_up(len(self.held_out_prompts.problems) * run.evaluate.samples)
         keep_hidden = {False}
         if run.phase == 'rl':
             self.advantages(np.zeros((run.rollout.prompts_per_step, run.rollout.samples_per_prompt), np.float32))
+            self.verifier.warm_up(run.rollout.prompts_per_step * run.rollout.samples_per_prompt)
             keep_hidden = {self.measured(step) for step in range(1, run.steps + 1)}
             samplings |= {self.sampling(keep) for keep in keep_hidden}
             if run.guard.action == 'dense':
@@ -230,8 +233,7 @@ class Trainer:
         completions = [self.parts.encoder.decode(r.tokens) for r in responses]
         with self.timed('reward', 'verifying'):
             scores = self.verifier.score(repeated, completions)
-        # An answer may run out of time in one process and not in another.
-        rewards = hosts.of_the_first(np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1))
+        rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
         advantages = np.asarray(self.advantages(rewards)).reshape(-1)
         samples = as_samples(requests, responses, advantages)
         updates, scored = self.score(self.make_updates(samples))

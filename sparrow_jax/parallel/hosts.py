@@ -5,11 +5,15 @@ Kubernetes jobs JAX finds the others by itself (`parallel.distributed='auto'`), 
 the first process listens (`'address'`). The scripts in launch/ set these fields.
 """
 
+import signal
+
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed
 
 from sparrow_jax.config import ConfigError, ParallelConfig
+from sparrow_jax.parallel import failures
+
+HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead and all others end
 
 
 def start(config: ParallelConfig) -> None:
@@ -21,11 +25,15 @@ def start(config: ParallelConfig) -> None:
         return
     try:
         if config.distributed == 'auto':
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
         else:
             # Without detection: a process of a SLURM job would otherwise be given one GPU alone.
             jax.distributed.initialize(
-                config.coordinator, config.processes, config.process, cluster_detection_method='deactivate'
+                config.coordinator,
+                config.processes,
+                config.process,
+                cluster_detection_method='deactivate',
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             )
     except ValueError as error:  # JAX's word for 'found nothing'
         raise ConfigError(
@@ -39,11 +47,10 @@ def start(config: ParallelConfig) -> None:
             f"parallel.distributed='{config.distributed}': the processes did not meet{where} ({_first_line(error)}); "
             'see that all of them run, and that the first can be reached'
         ) from error
-
-
-def of_the_first(array: np.ndarray) -> np.ndarray:
-    """The first process's array (of the same shape and dtype in all), so that all go on with the same numbers."""
-    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))
+    # JAX has begun to take note of SIGTERM for its own ends; until somebody listens for it, it ends the process.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    runtime = distributed.global_state  # there is no public way to its key-value store
+    failures.watch(runtime.client, runtime.process_id, runtime.num_processes)
 
 
 def _first_line(error: Exception) -> str:

@@ -50,6 +50,11 @@ def of_all(array: np.ndarray) -> np.ndarray:
     return gathered.reshape(-1).view(array.dtype).reshape(-1, *array.shape)
 
 
+def any_of_all(flag: bool) -> bool:
+    """Whether it is True in any process."""
+    return bool(of_all(np.asarray(flag)).any())
+
+
 def least(count: int | None) -> int | None:
     """The smallest count of any process; None, which stands for 'unknown', where one has None."""
     smallest = int(of_all(np.asarray(-1 if count is None else count)).min())

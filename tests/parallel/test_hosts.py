@@ -15,15 +15,20 @@ from sparrow_jax.parallel import hosts
 ROOT = pathlib.Path(__file__).parents[2]
 SEE_ALL = """
 import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import multihost_utils
+import jax, numpy as np
 from sparrow_jax.config import ParallelConfig
-from sparrow_jax.parallel import hosts
+from sparrow_jax.parallel import hosts, transfer
+from sparrow_jax.parallel.mesh import batch_sharding, make_mesh
 by_address = ('address', sys.argv[2], 2, int(sys.argv[3]))
-hosts.start(ParallelConfig(-1, 1, 1, *(by_address if sys.argv[1] == 'address' else ['auto'])))
-gathered = multihost_utils.process_allgather(jnp.asarray([jax.process_index() + 5]))
-first = hosts.of_the_first(np.asarray([[jax.process_index() + 0.5]], np.float32))
-print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist(), first.tolist())
+parallel = ParallelConfig(-1, 1, 1, *(by_address if sys.argv[1] == 'address' else ['auto']))
+hosts.start(parallel)
+process = jax.process_index()
+gathered = transfer.of_all(np.asarray([process + 0.1]))
+rows = transfer.place({'a': np.asarray([[3, 4], [5, 6]])}, batch_sharding(make_mesh(parallel)))
+doubled = transfer.read(jax.jit(lambda x: jax.tree.map(lambda a: 2 * a, x))(rows) | {'b': 1})
+print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist(), end=' ')
+print(rows['a'].addressable_shards[0].data.shape, doubled['a'].tolist(), end=' ')
+print(transfer.least([7, None][process]), transfer.least(7 - process), transfer.any_of_all(process == 1))
 """
 WITHOUT_CLUSTER = {
     name: value
@@ -69,7 +74,7 @@ def test_two_processes_see_each_other_s_devices(distributed):
         for process in processes:
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
-            assert out.splitlines()[-1] == '2 2 1 [5, 6] [[0.5]]'
+            assert out.splitlines()[-1] == '2 2 1 [0.1, 1.1] (1, 2) [[6, 8], [10, 12]] None 6 True'
     finally:
         for process in processes:
             process.kill()
