@@ -21,7 +21,7 @@ def agreeing(others: bool):
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_waits_until_all_are_between_steps(number):
     said, agreed = agreeing(others=False)
-    with Interrupts(agreed) as interrupts:
+    with Interrupts(agreed=agreed) as interrupts:
         interrupts.between_steps()
         signal.raise_signal(number)
         with interrupts.deferred():
@@ -34,13 +34,13 @@ def test_a_signal_waits_until_all_are_between_steps(number):
 
 def test_a_signal_of_another_process_stops_this_one_too():
     _, agreed = agreeing(others=True)
-    with Interrupts(agreed) as interrupts, pytest.raises(KeyboardInterrupt):
+    with Interrupts(agreed=agreed) as interrupts, pytest.raises(KeyboardInterrupt):
         interrupts.between_steps()
 
 
 def test_a_cluster_may_repeat_itself_but_a_second_ctrl_c_is_meant():
     _, agreed = agreeing(others=False)
-    with Interrupts(agreed) as interrupts:
+    with Interrupts(agreed=agreed) as interrupts:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert not interrupts.forced

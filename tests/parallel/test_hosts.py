@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from sparrow_jax.config import ConfigError, ParallelConfig
-from sparrow_jax.metrics import MACHINE_PREFIXES, read_rows
 from sparrow_jax.parallel import hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -78,40 +77,6 @@ def test_two_processes_see_each_other_s_devices(distributed):
     finally:
         for process in processes:
             process.kill()
-
-
-def begin(folder, workdir, flags, devices=1):
-    """A smoke run of one step on a CPU that shows itself as so many devices."""
-    fields = {'steps': 1, 'parallel.tensor': 2, 'evaluate.every_steps': -1, 'data.cache_dir': folder / 'data'} | flags
-    environment = WITHOUT_CLUSTER | {
-        'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-    }
-    command = [sys.executable, '-m', 'sparrow_jax.train', '--config=configs/tiny.py:smoke', f'--workdir={workdir}']
-    command += [f'--config.{name}={value}' for name, value in fields.items()]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-
-
-@pytest.mark.verify
-def test_two_processes_train_as_one_with_two_devices(tmp_path):
-    address = {'distributed': 'address', 'coordinator': f'127.0.0.1:{free_port()}', 'processes': 2}
-    fields = {f'parallel.{name}': value for name, value in address.items()}
-    many = [begin(tmp_path, tmp_path / 'many', fields | {'parallel.process': process}) for process in range(2)]
-    try:
-        for process in many:
-            _, err = process.communicate(timeout=600)
-            assert process.returncode == 0, err.decode()
-    finally:
-        for process in many:
-            process.kill()
-    with begin(tmp_path, tmp_path / 'one', {}, devices=2) as process:
-        _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err.decode()
-    rows = [read_rows(tmp_path / name / 'metrics.jsonl') for name in ('many', 'one')]
-    of_the_run = [[{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in r] for r in rows]
-    assert of_the_run[0] == of_the_run[1] != []
-    answers = [read_rows(tmp_path / name / 'samples.jsonl') for name in ('many', 'one')]
-    assert answers[0] == answers[1] != []
 
 
 def test_off_starts_nothing(monkeypatch):
