@@ -116,6 +116,7 @@ def _prepare_jax(run: RunConfig | None) -> None:
     compile_cache.turn_on()
     if run is not None:
         hosts.start(run.parallel)
+        hosts.check_same(run)
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:

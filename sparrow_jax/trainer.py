@@ -32,6 +32,7 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
+from sparrow_jax.parallel import transfer
 from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
@@ -107,6 +108,11 @@ class Trainer:
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
         self.check_data()
+        if not transfer.same_in_all(self.train_set.fingerprint):
+            raise ConfigError(
+                f'data.source={self.run.data.source!r}: the processes see different problems; give all of them the '
+                'same file (or the same version of reasoning-gym)'
+            )
         self.key = jax.random.key(self.run.seed)
         self.position = Position()
         self.guard = guards.History()

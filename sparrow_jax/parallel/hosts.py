@@ -5,13 +5,15 @@ Kubernetes jobs JAX finds the others by itself (`parallel.distributed='auto'`), 
 the first process listens (`'address'`). The scripts in launch/ set these fields.
 """
 
+import dataclasses
+import json
 import signal
 
 import jax
 from jax._src import distributed
 
-from sparrow_jax.config import ConfigError, ParallelConfig
-from sparrow_jax.parallel import failures
+from sparrow_jax.config import ConfigError, ParallelConfig, RunConfig, to_json
+from sparrow_jax.parallel import failures, transfer
 
 HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead and all others end
 
@@ -51,6 +53,16 @@ def start(config: ParallelConfig) -> None:
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     runtime = distributed.global_state  # there is no public way to its key-value store
     failures.watch(runtime.client, runtime.process_id, runtime.num_processes)
+
+
+def check_same(run: RunConfig) -> None:
+    """Raises ConfigError where the processes were started with different configurations: they would wait for ever."""
+    if run.parallel.distributed == 'off':
+        return
+    sections = json.loads(to_json(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, process=-1))))
+    others = [name for name, section in sections.items() if not transfer.same_in_all(json.dumps(section))]
+    if others:
+        raise ConfigError(f'{", ".join(others)}: not the same in all processes; start the same command everywhere')
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ other hosts, wait for them.
 """
 
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -53,6 +54,12 @@ def of_all(array: np.ndarray) -> np.ndarray:
 def any_of_all(flag: bool) -> bool:
     """Whether it is True in any process."""
     return bool(of_all(np.asarray(flag)).any())
+
+
+def same_in_all(text: str) -> bool:
+    """Whether every process has the same text."""
+    digests = of_all(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8))
+    return bool((digests == digests[0]).all())
 
 
 def least(count: int | None) -> int | None:

@@ -1,5 +1,6 @@
 """Two processes on this machine see each other's devices; where none is found, one sentence says so."""
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -8,7 +9,8 @@ import sys
 
 import pytest
 
-from sparrow_jax.config import ConfigError, ParallelConfig
+from sparrow_jax import commands
+from sparrow_jax.config import ConfigError, ParallelConfig, resolve
 from sparrow_jax.parallel import hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -77,6 +79,22 @@ def test_two_processes_see_each_other_s_devices(distributed):
     finally:
         for process in processes:
             process.kill()
+
+
+def test_a_field_that_differs_between_processes_is_named(monkeypatch):
+    config = commands.load_config('configs/tiny.py')
+    config.parallel.update(distributed='address', coordinator='h:1', processes=2, process=1)
+    run = resolve(config)
+    monkeypatch.setattr(hosts.transfer, 'same_in_all', lambda text: 'temperature' not in text)
+    with pytest.raises(ConfigError, match=r'^evaluate, rollout: not the same in all processes; start'):
+        hosts.check_same(run)
+    said = []
+    monkeypatch.setattr(hosts.transfer, 'same_in_all', lambda text: said.append(text) or True)
+    hosts.check_same(run)
+    other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, process=0))
+    before, said[:] = list(said), []
+    hosts.check_same(other)
+    assert said == before  # their numbers aside
 
 
 def test_off_starts_nothing(monkeypatch):

@@ -141,7 +141,7 @@ def test_terminated_over_two_processes_and_resumed_over_other_ones(kind, runs):
         assert [process.wait(60) for process in started] == [130, 130], runs.said(name, 0)
     saved = len(rows_of(runs.folder / name))
     assert newest_checkpoint(runs.folder / name)[0] == saved >= 2
-    runs.train(name, (1, 2, 2), steps=saved + 1, **rare)  # one process
+    runs.train(name, (1, 1, 4), steps=saved + 1, **rare)  # one process
     runs.train(name, (2, 1, 2), 4, steps=saved + 2, **rare)
     whole = runs.train(f'whole {kind}', (2, 1, 1), steps=saved + 2, **rare)
     rows = rows_of(runs.folder / name)

@@ -49,6 +49,15 @@ def test_arrays_of_two_processes_come_in_their_order_and_bit_for_bit(array, two_
     assert gathered.dtype == two_processes.dtype
 
 
+def test_a_text_is_the_same_in_one_process():
+    assert transfer.same_in_all('alone')
+
+
+def test_texts_of_two_processes_are_compared(two_processes):
+    two_processes.dtype = np.dtype(np.uint8)  # the other's digest differs
+    assert not transfer.same_in_all('with another')
+
+
 def test_the_least_of_all_is_unknown_where_one_does_not_know(two_processes):
     two_processes.dtype = np.dtype(np.int64)
     assert transfer.least(7) == 7
