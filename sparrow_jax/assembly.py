@@ -6,9 +6,9 @@ large is read.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,28 +34,31 @@ from sparrow_jax.workdir import Workdir
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """What all commands share.
+class Frame:
+    """What is compiled: the parts that need no files but the schedule's, and no accelerator.
 
     Attributes:
         run: the configuration, with the pages of the pool where memory decides them.
         mesh: of all devices.
         shape: of the decoder.
-        encoder: prompts and answers, text to ids and back.
         schedule: budgets of the sparse sampler.
         learner_graph, sampler_graph: the decoder's structure with and without recomputation in the backward pass;
             both take the same weights.
-        memory_bytes: estimated bytes per device, by part.
     """
 
     run: RunConfig
     mesh: Mesh
     shape: DecoderShape
-    encoder: PromptEncoder
     schedule: Schedule
     learner_graph: nnx.GraphDef
     sampler_graph: nnx.GraphDef
-    memory_bytes: dict[str, int]
+
+    @classmethod
+    def make(cls, run: RunConfig, mesh: Mesh, shape: DecoderShape, schedule: Schedule, **more: Any) -> Self:
+        """With the decoder's structures; more: what a subclass has beside these."""
+        learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **_dtypes(run))
+        sampler_graph, _ = abstract_decoder(shape, remat=False, **_dtypes(run))
+        return cls(run, mesh, shape, schedule, learner_graph, sampler_graph, **more)
 
     def abstract_params(self) -> nnx.State:
         """Shapes, dtypes and learner shardings of the weights; nothing is allocated."""
@@ -73,6 +76,33 @@ class Parts:
         ]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
+    def engine_that_ends(self, end_ids: Sequence[int], trains: bool) -> Engine:
+        """The sampler, with the tokens that end a response; trains: as in `Parts.engine`."""
+        return Engine(
+            self.sampler_graph,
+            self.shape,
+            self.mesh,
+            self.run.rollout,
+            self.schedule,
+            end_ids,
+            self.run.model.compute_dtype,
+            _probing(self.run.controller, self.schedule) if trains else None,
+            may_widen=trains and self.run.guard.action == 'widen',
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Frame):
+    """What all commands share.
+
+    Attributes:
+        encoder: prompts and answers, text to ids and back.
+        memory_bytes: estimated bytes per device, by part.
+    """
+
+    encoder: PromptEncoder
+    memory_bytes: dict[str, int]
+
     def start_params(self) -> nnx.State:
         """The start weights: from `model.path`, or random ones drawn from the run's seed."""
         abstract = self.abstract_params()
@@ -88,17 +118,8 @@ class Parts:
             trains: whether budgets can change while it lives: by an adaptive schedule, or by a guard.
             forced_lengths: sequences end at their limits only.
         """
-        return Engine(
-            self.sampler_graph,
-            self.shape,
-            self.mesh,
-            self.run.rollout,
-            self.schedule,
-            (self.shape.vocab_size,) if forced_lengths else self.encoder.end_ids,  # no token has that number
-            self.run.model.compute_dtype,
-            _probing(self.run.controller, self.schedule) if trains else None,
-            may_widen=trains and self.run.guard.action == 'widen',
-        )
+        never = (self.shape.vocab_size,)  # no token has that number
+        return self.engine_that_ends(never if forced_lengths else self.encoder.end_ids, trains)
 
 
 def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Parts:
@@ -134,9 +155,7 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
         if note:
             notice_once(note)
     parts = memory.check_fits(run, shape, mesh.shape, trains=trains, samples=samples)
-    learner_graph, _ = abstract_decoder(shape, remat=run.model.remat, **_dtypes(run))
-    sampler_graph, _ = abstract_decoder(shape, remat=False, **_dtypes(run))
-    return Parts(run, mesh, shape, encoder, schedule, learner_graph, sampler_graph, parts)
+    return Parts.make(run, mesh, shape, schedule, encoder=encoder, memory_bytes=parts)
 
 
 def _probing(config: ControllerConfig, schedule: Schedule) -> Probing | None:

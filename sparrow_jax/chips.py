@@ -11,7 +11,9 @@ from pallas_kernels.bench import CEILING
 # Of a decode step, beyond reading its bytes: Qwen3-1.7B, 16 sequences, 32K tokens cached, 64 pages read by 26 of 28
 # layers took 3.24 ms, 2.61 at best; Qwen3-8B, 16 sequences, 30K tokens, all layers dense, 20.51 ms, 20.38 at best.
 H200_SPARSE_LAYER_OVERHEAD_S, H200_DENSE_LAYER_OVERHEAD_S = 24e-6, 4e-6
-H200_DATASHEET, H100_DATASHEET, V5P_DATASHEET, V6E_DATASHEET = 4.8e12, 3.35e12, 2.765e12, 1.638e12  # bytes a second
+H200_DATASHEET, H100_DATASHEET = 4.8e12, 3.35e12  # bytes a second
+V5E_DATASHEET, V5P_DATASHEET, V6E_DATASHEET, TPU7X_DATASHEET = 0.819e12, 2.765e12, 1.638e12, 3.7e12
+_GIB = 1 << 30
 TPU_SHARE = 0.86  # of the data sheet's bandwidth, that dense ragged paged attention reaches (arXiv 2604.15464)
 GPU_MEMORY_SHARE = 0.75  # that JAX takes unless told otherwise
 _SHARE_SETTINGS = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
@@ -48,10 +50,15 @@ class Chip:
         return read_bytes / self.read_bytes_per_s + overhead
 
 
+_TPU_SOURCE = (
+    "memory as libtpu's compiler has it; data sheet and published share of its bandwidth; an H200's time per layer, "
+    'none was measured on a TPU'
+)
+# A tpu7x chip is two devices: its line is one of them.
 CHIPS = {
     'h200': Chip(
         'gpu',
-        139 << 30,
+        139 * _GIB,
         CEILING,
         H200_DENSE_LAYER_OVERHEAD_S,
         H200_SPARSE_LAYER_OVERHEAD_S,
@@ -59,26 +66,42 @@ CHIPS = {
     ),
     'h100': Chip(
         'gpu',
-        79 << 30,
+        79 * _GIB,
         CEILING / H200_DATASHEET * H100_DATASHEET,
         H200_DENSE_LAYER_OVERHEAD_S,
         H200_SPARSE_LAYER_OVERHEAD_S,
         "data sheet of the SXM form, at the share of its bandwidth that an H200 reaches; an H200's time per layer",
     ),
+    'v5e': Chip(
+        'tpu',
+        int(15.75 * _GIB),
+        TPU_SHARE * V5E_DATASHEET,
+        H200_DENSE_LAYER_OVERHEAD_S,
+        H200_SPARSE_LAYER_OVERHEAD_S,
+        _TPU_SOURCE,
+    ),
     'v5p': Chip(
         'tpu',
-        95_000_000_000,
+        int(95.74 * _GIB),
         TPU_SHARE * V5P_DATASHEET,
         H200_DENSE_LAYER_OVERHEAD_S,
         H200_SPARSE_LAYER_OVERHEAD_S,
-        "data sheet and published share of its bandwidth; an H200's time per layer, none was measured on a TPU",
+        _TPU_SOURCE,
     ),
     'v6e': Chip(
         'tpu',
-        32_000_000_000,
+        int(31.25 * _GIB),
         TPU_SHARE * V6E_DATASHEET,
         H200_DENSE_LAYER_OVERHEAD_S,
         H200_SPARSE_LAYER_OVERHEAD_S,
-        "data sheet and published share of its bandwidth; an H200's time per layer, none was measured on a TPU",
+        _TPU_SOURCE,
+    ),
+    'tpu7x': Chip(
+        'tpu',
+        int(94.75 * _GIB),
+        TPU_SHARE * TPU7X_DATASHEET,
+        H200_DENSE_LAYER_OVERHEAD_S,
+        H200_SPARSE_LAYER_OVERHEAD_S,
+        _TPU_SOURCE,
     ),
 }

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.models.decoder import Weight, layer_weights, model_weights
 from sparrow_jax.models.shape import DecoderShape
+from sparrow_jax.models.splash import why_no_splash
+from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import make_slots
 from sparrow_jax.rollout.head_shards import HeadShards
 from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
@@ -27,6 +30,7 @@ HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and wh
 # cast and mask.
 _BYTES_AN_ACTIVATION = {4: 6, 2: 4}
 _BYTES_AN_ATTENTION_WEIGHT = 16
+_NORM_BYTES = 4  # norm scales are float32 whatever the matrices are
 _OF_TRAINING = ('optimizer', 'start policy', 'learner: ')
 _OF_SAMPLING = ('sampler weights', 'rollout: ')
 _KIB_SUFFIXES = ('KiB', 'MiB', 'GiB', 'TiB')
@@ -56,15 +60,15 @@ def estimate(
     H = _cut(shape.query_heads, tensor)
     K = HeadShards.of(shape, tensor).of_shard
 
-    cut_weights = -(-shape.parameter_count() // (fsdp * tensor))
-    whole_weights = -(-shape.parameter_count() // tensor)
+    parameters = _weight_bytes(shape, mesh_sizes, meshes.LEARNER_RULES, master)
+    sampler_weights = _weight_bytes(shape, mesh_sizes, meshes.SAMPLER_RULES, compute)
     parts = {
-        'parameters': cut_weights * master,
-        'optimizer': 2 * cut_weights * master,
-        'sampler weights': whole_weights * compute,
+        'parameters': parameters,
+        'optimizer': 2 * parameters,
+        'sampler weights': sampler_weights,
     }
     if le.kl_coef > 0:
-        parts['start policy'] = cut_weights * master
+        parts['start policy'] = parameters
 
     slots = -(-r.slots // shards)
     N, probes = r.pages_per_sequence, _probes(run, trains)
@@ -74,12 +78,12 @@ def estimate(
     parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
     if run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
-    parts['rollout: slots'] = _slot_bytes(run, shape, slots)
+    parts['rollout: slots'] = _slot_bytes(run, shape, slots, probes)
     first_tokens = min(-(-r.prefill_rows // shards), slots) * min(r.samples_per_prompt, slots)
     parts['rollout: logits'] = 3 * max(slots, first_tokens) * V * 4
     if probes:
         tokens = probes * r.segment_steps
-        parts['rollout: probes'] = 2 * tokens * D * compute + 3 * min(tokens * V, LOGITS_AT_ONCE) * 4
+        parts['rollout: probes'] = tokens * D * compute + 3 * min(tokens * V, LOGITS_AT_ONCE) * 4
 
     rows = -(-le.rows_per_microbatch // shards)
     T = run.row_tokens
@@ -87,13 +91,14 @@ def estimate(
     # The backward pass needs of a layer: norm outputs, q, k, v, attention output, gate, up, their product, residuals.
     per_token = 4 * D + (2 * H + 2 * _cut(shape.kv_heads, tensor)) * A + 3 * _cut(F, tensor)
     layer = tokens * per_token * _BYTES_AN_ACTIVATION[compute]
-    if platform != 'gpu' or compute != 2:
+    splash = platform == 'tpu' and not why_no_splash(A, shape.kv_heads, tensor, T)
+    if not splash and (platform != 'gpu' or compute != 2):
         layer += rows * H * (T * T // 2) * _BYTES_AN_ATTENTION_WEIGHT
     remat = run.model.remat and platform != 'cpu'
-    gathered = whole_weights * compute // max(L, 1)  # a layer's weights are gathered from the fsdp shards while it runs
-    parts['learner: gradients'] = 2 * cut_weights * master  # the sum over micro-batches and the newest one
+    gathered = sampler_weights // max(L, 1)  # a layer's weights are gathered from the fsdp shards while it runs
+    parts['learner: gradients'] = 2 * parameters  # the sum over micro-batches and the newest one
     if compute != master:
-        parts['learner: cast weights'] = cut_weights * compute
+        parts['learner: cast weights'] = parameters * compute // master
     parts['learner: kept activations'] = L * (tokens * D * compute if remat else layer)
     parts['learner: one layer'] = (2 * layer if remat else layer // 2) + gathered
     parts['learner: logits'] = 3 * min(le.head_chunk_tokens, tokens) * _cut(V, tensor) * 4
@@ -243,7 +248,24 @@ def show_bytes(size: float) -> str:
     return f'{size:,.1f} {suffix}'
 
 
-def _slot_bytes(run: RunConfig, shape: DecoderShape, slots: int) -> int:
+def _weight_bytes(
+    shape: DecoderShape, mesh_sizes: Mapping[str, int], rules: Mapping[str, str | None], matrix_bytes: int
+) -> int:
+    """Of all weights on a device, each cut along the axes that the rules name and its sizes allow."""
+
+    def on_device(weight: Weight) -> int:
+        cut = (
+            _cut(size, mesh_sizes[rules.get(axis) or 'none'])
+            for size, axis in zip(weight.sizes, weight.axes, strict=True)
+        )
+        return math.prod(cut) * (matrix_bytes if weight.fan_in else _NORM_BYTES)
+
+    mesh_sizes = {**mesh_sizes, 'none': 1}  # of what no rule cuts
+    layer, model = layer_weights(shape), model_weights(shape)
+    return shape.layers * sum(map(on_device, layer.values())) + sum(map(on_device, model.values()))
+
+
+def _slot_bytes(run: RunConfig, shape: DecoderShape, slots: int, probes: int) -> int:
     """Of the arrays over slots: page tables, tokens, log-probs and what else is recorded of each token."""
     r = run.rollout
     make = lambda: make_slots(
@@ -251,7 +273,7 @@ def _slot_bytes(run: RunConfig, shape: DecoderShape, slots: int) -> int:
         pages_per_sequence=r.pages_per_sequence,
         max_response_tokens=r.max_response_tokens,
         kept_hidden_size=0,
-        probes=0,
+        probes=probes,
         segment_steps=r.segment_steps,
         hidden_size=shape.d_model,
         dtype=jnp.dtype(run.model.compute_dtype),

@@ -101,13 +101,12 @@ def test_the_bytes_are_those_of_the_engine_s_arrays(fields):
     )
     cache, slots = engine.functions.fresh(True)()
     size = lambda arrays: sum(array.nbytes for array in jax.tree.leaves(arrays))
-    probes = size((slots.probe_table_PN, slots.probe_length_P, slots.probe_hidden_PTD))
     parts = memory.estimate(run, setup.shape, ONE, 'cpu')
     within = lambda name, arrays: size(arrays) == pytest.approx(parts[name], rel=0.03)
     assert within('rollout: KV pool', cache.pages)
     assert within('rollout: landmarks', cache.landmarks)
     assert within('rollout: hidden states', slots.hidden_BTD)
-    assert size(slots) - slots.hidden_BTD.nbytes - probes == pytest.approx(parts['rollout: slots'], rel=0.03)
+    assert size(slots) - slots.hidden_BTD.nbytes == pytest.approx(parts['rollout: slots'], rel=0.03)
     assert within('sampler weights', setup.random_weights(engine))
 
 
@@ -144,7 +143,7 @@ def test_a_run_that_does_not_fit_is_shown_with_its_parts(capsys):
 
 
 MISTAKES = {
-    ('--chip=h300',): '--chip=h300: is not known; there are h200, h100, v5p, v6e',
+    ('--chip=h300',): '--chip=h300: is not known; there are h200, h100, v5e, v5p, v6e, tpu7x',
     ('--devices=0',): '--devices=0: must be at least 1',
     ('--devices=3', '--config.parallel.tensor=2'): 'must multiply to the 3 devices',
     ('--devices=3',): 'rollout.slots=32: must be a multiple of the 3 data shards',

@@ -20,6 +20,7 @@ from sparrow_jax.learner.heads import token_acceptance, token_logps
 from sparrow_jax.learner.losses import PolicyLoss, policy_loss, supervised_loss
 from sparrow_jax.learner.rows import RowLayout, Rows, empty_rows
 from sparrow_jax.models.attention import best_implementation, causal_attend
+from sparrow_jax.models.splash import why_no_splash
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.parallel.transfer import place, read
 
@@ -52,6 +53,7 @@ class _Statics:
     attention: str
     packed: bool
     supervised: bool
+    mesh: Mesh
     loss: PolicyLoss
 
 
@@ -89,8 +91,8 @@ class Learner:
     def __init__(
         self, graphdef: nnx.GraphDef, abstract_params: nnx.State, mesh: Mesh, run: RunConfig, hidden_size: int
     ):
-        attention = best_implementation(run.model.compute_dtype)
-        packing = run.learner.packing == 'on' or (run.learner.packing == 'auto' and attention == 'xla')
+        attention = _attention(abstract_params, mesh, run)
+        packing = run.learner.packing == 'on' or (run.learner.packing == 'auto' and attention != 'cudnn')
         self.mesh = mesh
         shards = meshes.batch_shards(mesh)
         rows = -(-run.learner.rows_per_microbatch // shards) * shards
@@ -100,9 +102,10 @@ class Learner:
         statics = _Statics(
             temperature=run.rollout.temperature if run.phase == 'rl' else 1.0,
             head_chunk_tokens=run.learner.head_chunk_tokens,
-            attention='xla' if packing else attention,
+            attention='xla' if packing == (attention == 'cudnn') else attention,
             packed=packing,
             supervised=run.phase == 'supervised',
+            mesh=mesh,
             loss=PolicyLoss(run.learner.clip_low, run.learner.clip_high, run.learner.tis_cap, run.learner.kl_coef),
         )
         self.attention = statics.attention
@@ -185,8 +188,39 @@ class Learner:
         jax.block_until_ready(self._apply(copy, grads)[1])
         return state
 
+    def programs(self, *, keep_hidden: bool) -> dict[str, tuple[Any, tuple]]:
+        """The functions of a step on the longest rows and what they take, with shapes in place of arrays.
+
+        Args:
+            keep_hidden: whether the sampler's hidden states are scored too.
+        Returns:
+            Name to the jitted function and its arguments.
+        """
+        split, whole = meshes.batch_sharding(self.mesh), meshes.replicated(self.mesh)
+        place = lambda make: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), jax.eval_shape(make)
+        )
+        length = self.layout.buckets()[-1]
+        state, denominator = self.abstract_state, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+        scored = place(lambda: self._padding(length, self.hidden_size if keep_hidden else 0))
+        rows = place(lambda: self._padding(length, 0))
+        logp_BT = rows.logp_actor_BT
+        return {
+            'scoring': (self._score, (state.params, scored)),
+            'gradients': (self._accumulate, (state.params, state.params, rows, logp_BT, logp_BT, denominator)),
+            'optimizer update': (self._apply, (state, state.params)),
+        }
+
     def _padding(self, length: int, hidden_size: int) -> Rows:
         return self.device(empty_rows(self.layout, length, hidden_size, self.hidden_dtype))
+
+
+def _attention(abstract_params: nnx.State, mesh: Mesh, run: RunConfig) -> str:
+    """The implementation of `causal_attend` for packed rows on TPU and for rows of one sequence elsewhere."""
+    if mesh.devices.flat[0].platform != 'tpu':
+        return best_implementation(run.model.compute_dtype)
+    *_, kv_heads, head_dim = abstract_params['layers'][0]['k'].shape
+    return 'xla' if why_no_splash(head_dim, kv_heads, mesh.shape['tensor'], run.row_tokens) else 'splash'
 
 
 def _abstract_state(optimizer: optax.GradientTransformation, abstract_params: nnx.State, mesh: Mesh) -> LearnerState:
@@ -205,7 +239,7 @@ def _combine(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, floa
 
 def _hidden(graphdef, statics: _Statics, params, rows: Rows):
     decoder = nnx.merge(graphdef, params)
-    attend = causal_attend(rows.segment_BT if statics.packed else None, statics.attention)
+    attend = causal_attend(rows.segment_BT if statics.packed else None, statics.attention, statics.mesh)
     return decoder, decoder.hidden(rows.token_BT, rows.position_BT, attend)
 
 

@@ -1,32 +1,43 @@
-"""Dense causal attention over whole rows, for the learner and for prefill: cuDNN's on GPUs, plain JAX elsewhere.
+"""Dense causal attention over whole rows, for the learner and for prefill: cuDNN's on GPUs, splash attention for the
+learner on TPUs, plain JAX elsewhere.
 
 Queries, keys and values come from a decoder layer; the result goes back to it. There is never a [T, T] mask for a
-whole row: the plain JAX path works on blocks of queries against the keys before them, cuDNN masks inside its kernel.
+whole row: the plain JAX path works on blocks of queries against the keys before them, the others mask inside kernels.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from sparrow_jax.models.decoder import Attend
+from sparrow_jax.models.splash import splash_attention
 
 QUERY_BLOCK = 256  # query tokens whose scores the plain JAX path holds at once
 
 
-def causal_attend(segment_BT: jax.Array | None, implementation: str) -> Attend:
+def causal_attend(segment_BT: jax.Array | None, implementation: str, mesh: Mesh | None = None) -> Attend:
     """An `attend` for `Decoder.hidden` in which every token sees the earlier tokens of its own segment.
 
     Args:
         segment_BT: int32, which sequence of the row a token belongs to; 0 is padding. None: each row is one
             sequence, padded at its end (the padding is then invisible to the sequence's tokens because it comes later).
-        implementation: 'xla' (any platform) or 'cudnn' (GPU; needs segment_BT None), see `best_implementation`.
+        implementation: 'xla' (any platform), 'cudnn' (GPU; needs segment_BT None) or 'splash' (TPU; needs segment_BT),
+            see `best_implementation`.
+        mesh: of the arrays; needed by 'splash'.
     """
     if implementation == 'cudnn' and segment_BT is not None:
         raise ValueError('cuDNN attention takes one sequence a row: segment_BT must be None')
+    if implementation == 'splash' and (segment_BT is None or mesh is None):
+        raise ValueError('splash attention takes packed rows on a mesh: segment_BT and mesh must be given')
 
     def attend(layer: int, q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array) -> jax.Array:
         del layer
         if implementation == 'cudnn':
             return jax.nn.dot_product_attention(q_BTHA, k_BTKA, v_BTKA, is_causal=True, implementation='cudnn')
+        if implementation == 'splash':
+            assert segment_BT is not None
+            assert mesh is not None
+            return splash_attention(q_BTHA, k_BTKA, v_BTKA, segment_BT, mesh)
         return causal_attention(q_BTHA, k_BTKA, v_BTKA, segment_BT)
 
     return attend

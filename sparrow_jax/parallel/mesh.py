@@ -4,6 +4,7 @@ Axes: `data` (rows and slots), `fsdp` (rows and slots too; the learner's weights
 feed-forward, vocabulary). XLA inserts the collectives; nothing here moves data by hand.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,13 +33,13 @@ def axis_sizes(config: ParallelConfig, devices: int) -> dict[str, int]:
     return dict(zip(AXES, sizes, strict=True))
 
 
-def make_mesh(config: ParallelConfig) -> Mesh:
-    """A mesh over all devices, of all processes.
+def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over all devices, of all processes; over the given ones, which need not exist, to compile ahead of time.
 
     Raises ConfigError when the axis sizes do not multiply to their number.
     """
-    sizes = axis_sizes(config, len(jax.devices()))
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    sizes = axis_sizes(config, len(jax.devices() if devices is None else devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices)
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -14,12 +14,13 @@ they grow. Where they are missing, the youngest leaves for host memory and comes
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparrow_jax.config import ConfigError, RolloutConfig
 from sparrow_jax.models.shape import DecoderShape
@@ -195,6 +196,36 @@ class Engine:
             read((slots.count_B, slots.active_B, slots.stopped_B))
             del cache, slots  # there is room for one pool, and the next way of sampling makes its own
         self.request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
+
+    def programs(self, params: nnx.State, sampling: Sampling) -> dict[str, tuple[Any, tuple]]:
+        """The functions of one way of sampling and what they take, with shapes in place of arrays.
+
+        Args:
+            params: the policy, as shapes.
+            sampling: how.
+        Returns:
+            Name to the jitted function and its arguments, which begin with weights, cache and slots where it takes
+            them; of the prefills, the one of the longest prompts.
+        """
+        functions = self.functions
+
+        def placed(make: Callable[[], Any], spec: PartitionSpec) -> Any:
+            where = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), jax.eval_shape(make))
+
+        copy, fresh = functions.weights(params), functions.fresh(sampling.keep_hidden)
+        # Of jitted functions, which also say where their results lie.
+        state = (copy.eval_shape(params), *fresh.eval_shape())  # type: ignore[attr-defined]
+        values = placed(lambda: self.values(sampling), WHOLE)
+        found: dict[str, tuple[Any, tuple]] = {'copy of the weights': (copy, (params,))}
+        longest = self.prefill_lengths[-1]
+        prompts = placed(lambda: self.prompt_arrays([[]] * self.shards, longest), SHARDED)
+        found[f'prefill of {longest} tokens'] = functions.prefill(sampling), (*state, prompts, values)
+        found['decode segment'] = functions.segment(sampling), (*state, values)
+        if self.probing and sampling.sparse:
+            controller = placed(self.start_controller, WHOLE)
+            found['measure of the probes'] = self._measure(sampling), (*state, controller, values.temperature)
+        return found
 
     def generate(
         self,

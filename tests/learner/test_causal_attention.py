@@ -1,11 +1,15 @@
 """Dense causal attention in blocks against float64 NumPy over the whole [T, T] mask."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sparrow_jax.models.attention import QUERY_BLOCK, best_implementation, causal_attend, causal_attention
+from sparrow_jax.models.splash import LANES, splash_attention, why_no_splash
+from sparrow_jax.parallel.mesh import AXES
 
 B, H, K, A = 2, 6, 2, 8
 LONG = QUERY_BLOCK + 45  # one whole block and a part of another
@@ -96,3 +100,38 @@ def test_cudnn_is_the_plain_path():
     )
     # Both round probabilities and result to 2^-9.
     np.testing.assert_allclose(cudnn_BTHA, plain_BTHA, rtol=2**-7, atol=2**-6)
+
+
+def test_splash_attention_is_the_same_function_with_the_same_gradients():
+    """In its interpreter; where there are four devices, with rows over data shards and heads over tensor shards."""
+    mesh_sizes = (1, 2, 2) if jax.device_count() >= 4 else (1, 1, 1)
+    T, A = 2 * LANES, LANES
+    rng = np.random.default_rng(1)
+    arrays = [rng.normal(size=(B, T, heads, A)).astype(np.float32) * 0.3 for heads in (4, 2, 2)]
+    segment_BT, weight_BTHA = jnp.asarray(make_segments(T)), rng.normal(size=(B, T, 4, A)).astype(np.float32)
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh(mesh_sizes, AXES, axis_types=axis_types, devices=jax.devices()[: int(np.prod(mesh_sizes))])
+
+    def loss(attention):
+        return lambda *qkv: (attention(*qkv, segment_BT) * weight_BTHA).sum()
+
+    splash = functools.partial(splash_attention, mesh=mesh, interpret=True)
+    for attention in (splash, causal_attention):
+        found = jax.jit(jax.value_and_grad(loss(attention), argnums=(0, 1, 2)))(*arrays)
+        if attention is splash:
+            kept = found
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), kept, found)
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'reason'),
+    [((64, 8, 1, 256), 'heads of 64'), ((128, 8, 1, 200), '200 tokens'), ((128, 8, 16, 256), 'tensor=16')],
+)
+def test_rows_that_splash_attention_does_not_take(sizes, reason):
+    assert reason in why_no_splash(*sizes)
+    assert why_no_splash(128, 8, 8, 39_936) is None
+
+
+def test_splash_attention_takes_packed_rows_on_a_mesh():
+    with pytest.raises(ValueError, match='segment_BT and mesh'):
+        causal_attend(None, 'splash')

@@ -104,7 +104,7 @@ def make_tiny(mesh=None, **changes) -> Tiny:
     shape = DecoderShape(**dataclasses.asdict(run.model.shape))
     graphdef, _ = abstract_decoder(shape, remat=run.model.remat, compute_dtype=jnp.dtype(run.model.compute_dtype))
     # Only weights are asked of it: no tokenizer, no schedule.
-    parts = Parts(run, mesh, shape, None, None, graphdef, graphdef, {})
+    parts = Parts(run, mesh, shape, None, graphdef, graphdef, None, {})
     learner = Learner(graphdef, parts.abstract_params(), mesh, run, shape.d_model)
     return Tiny(run, graphdef, learner, learner.init(parts.start_params()))
 
