@@ -25,6 +25,7 @@ from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_a
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
 from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.parallel import transfer
 from sparrow_jax.rollout.engine import Engine, Probing
 from sparrow_jax.sparsity.controller import Control, whole_pages
 from sparrow_jax.sparsity.schedules import Schedule, load_schedule
@@ -149,7 +150,7 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
         )
     if samples:
         device = jax.local_devices()[0]
-        available = memory.available_bytes(device)
+        available = transfer.least(memory.available_bytes(device))  # or every process would have a pool of its own
         run, note = memory.fit_pool(run, shape, mesh.shape, available, device.platform, trains=trains)
         if note:
             notice_once(note)

@@ -5,7 +5,8 @@ a validated `RunConfig`, and turns what the user can mend into one sentence on s
 here.
 
 Exit codes: what the command returns (None is 0); 2 for a mistake in flags, settings, files or folders (`ConfigError`);
-130 after Ctrl-C. Other exceptions keep their traceback: they are faults of the code.
+130 after Ctrl-C; 1 for other exceptions, which keep their traceback: they are faults of the code. Over several
+processes, all end with the sentence and the code of the first that fails.
 """
 
 import difflib
@@ -25,7 +26,9 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sparrow_jax.config import ConfigError, RunConfig, resolve
+from sparrow_jax.parallel import failures
 
+EXIT_FAULT = 1  # of the code
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 # Full, read-only or failing: no fault of the code, wherever it is met.
@@ -71,20 +74,39 @@ def run(
         _prepare_jax(run_config if uses_devices else None)
         arguments = (values.workdir,) if run_config is None else (run_config, values.workdir)
         code = main(*arguments, **more)
-    except ConfigError as error:
-        sys.stdout.flush()
-        print(f'error: {error}', file=sys.stderr, flush=True)
-        sys.exit(EXIT_MISTAKE)
-    except OSError as error:
-        if error.errno not in _OF_THE_DISK:
+    except Exception as error:
+        tell_others(error)
+        sentence, code = _sentence(error)
+        if code == EXIT_FAULT and not failures.listening():
             raise
         sys.stdout.flush()
-        what = f'{error.filename}: ' if error.filename else ''
-        print(f'error: {what}{error.strerror}', file=sys.stderr, flush=True)
-        sys.exit(EXIT_MISTAKE)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(code or 0)
+        if code == EXIT_FAULT:
+            traceback.print_exc()
+        else:
+            print(f'error: {sentence}', file=sys.stderr, flush=True)
+        failures.leave(code)
+    except KeyboardInterrupt as error:
+        tell_others(error)
+        failures.leave(EXIT_INTERRUPTED)
+    failures.leave(code or 0)
+
+
+def tell_others(error: BaseException) -> None:
+    """Ends the other processes of the run with this one's error. For failures that would unwind through what waits for
+    the others; those that reach `run` are told there.
+    """
+    failures.tell(*_sentence(error))
+
+
+def _sentence(error: BaseException) -> tuple[str, int]:
+    """What can be said of an error in one sentence, and the exit code it has."""
+    if isinstance(error, ConfigError):
+        return str(error), EXIT_MISTAKE
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        return f'{error.filename}: {error.strerror}' if error.filename else str(error.strerror), EXIT_MISTAKE
+    if isinstance(error, KeyboardInterrupt):
+        return 'interrupted', EXIT_INTERRUPTED
+    return f'{type(error).__name__}: {error} (its own messages have the traceback)', EXIT_FAULT
 
 
 def _prepare_jax(run: RunConfig | None) -> None:
@@ -94,6 +116,7 @@ def _prepare_jax(run: RunConfig | None) -> None:
     compile_cache.turn_on()
     if run is not None:
         hosts.start(run.parallel)
+        hosts.check_same(run)
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:

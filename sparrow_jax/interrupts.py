@@ -1,4 +1,7 @@
-"""Ctrl-C and termination: at once while a step can be thrown away, later while state is being written."""
+"""Ctrl-C and termination: at once while a step can be thrown away, later while state is being written.
+
+Over several processes, each hears its signals at another moment, or never: between two steps they agree.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,11 +19,16 @@ class Interrupts:
 
     Args:
         on_held: called in the signal handler when a first signal is held back.
+        agreed: of a run of several processes: whether any of them has heard a signal, given whether this one has; all
+            call it together. Signals are then held back everywhere, until the next `between_steps`.
     """
 
-    def __init__(self, on_held: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_held: Callable[[], None] = lambda: None, agreed: Callable[[bool], bool] | None = None
+    ) -> None:
         self._on_held = on_held
         self.forced = False
+        self._agreed = agreed
         self._held = False
         self._pending = False
         self._previous: dict[int, object] = {}
@@ -42,14 +50,23 @@ class Interrupts:
             yield
         finally:
             self._held = False
-        if self._pending:
+        if self._pending and self._agreed is None:
             self._pending = False
             raise KeyboardInterrupt
 
-    def _heard(self, _number: int, _frame: FrameType | None) -> None:
-        if self._held and not self._pending:
+    def between_steps(self) -> None:
+        """Raises, in every process, what any of them holds back."""
+        if self._agreed is not None and self._agreed(self._pending):
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        held = self._held or self._agreed is not None
+        # A cluster's signals may come to each process more than once: only Ctrl-C is a person's.
+        repeated = self._pending and (self._agreed is None or number == signal.SIGINT)
+        if held and not repeated:
             self._pending = True
             self._on_held()
             return
-        self.forced = self._held
+        self.forced = held
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ import numpy as np
 
 from sparrow_jax.learner.learner import Scores
 from sparrow_jax.learner.rows import Rows
+from sparrow_jax.parallel.transfer import read
 from sparrow_jax.rollout.engine import Adapted, Response
 from sparrow_jax.sparsity.controller import Control
 from sparrow_jax.sparsity.cost import kv_read_fraction
@@ -97,8 +98,8 @@ def mismatch_metrics(
     alpha, top20, lengths = [], [], []
     for rows, scores in scored:
         keep = (np.asarray(rows.mask_BT) > 0) & ~np.asarray(rows.first_BT)
-        alpha.append(np.asarray(scores.alpha_BT)[keep])
-        top20.append(np.asarray(scores.alpha_top20_BT)[keep])
+        alpha.append(read(scores.alpha_BT)[keep])
+        top20.append(read(scores.alpha_top20_BT)[keep])
         lengths.append(np.asarray(rows.position_BT)[keep] + 1)
     tail = summarize(np.concatenate(alpha), np.concatenate(lengths), bin_width_tokens, min_count)
     metrics = {
@@ -138,7 +139,7 @@ def entropy_metric(scored: Sequence[tuple[Rows, Scores]]) -> dict[str, float]:
     total = count = 0.0
     for rows, scores in scored:
         keep = np.asarray(rows.mask_BT) > 0
-        total += float(np.asarray(scores.entropy_BT, np.float64)[keep].sum())
+        total += float(np.asarray(read(scores.entropy_BT), np.float64)[keep].sum())
         count += float(keep.sum())
     return {'actor/entropy': total / max(count, 1.0)}
 

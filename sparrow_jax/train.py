@@ -10,7 +10,8 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import jax
 
@@ -21,6 +22,7 @@ from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.console import RL_COLUMNS, SUPERVISED_COLUMNS, Console
 from sparrow_jax.interrupts import Interrupts
 from sparrow_jax.metrics import CompileCounter, MetricsWriter, read_rows
+from sparrow_jax.parallel import transfer
 from sparrow_jax.tasks.verifiers import Verifier
 from sparrow_jax.trainer import Trainer
 from sparrow_jax.workdir import Workdir
@@ -39,7 +41,8 @@ def train(run: RunConfig, workdir_path: str) -> int:
         Console(run.steps, columns, quiet=not primary) as console,
         CompileCounter() as compiles,
         Checkpoints(workdir.checkpoints, run.checkpoint.keep) as checkpoints,
-        Interrupts(console.stopping) as interrupts,
+        Interrupts(console.stopping, transfer.any_of_all if jax.process_count() > 1 else None) as interrupts,
+        _failures_told(),
     ):
         if checkpoints.latest_step() is None:
             _refuse_lost_checkpoints(workdir, run.checkpoint.every_steps)
@@ -49,7 +52,9 @@ def train(run: RunConfig, workdir_path: str) -> int:
             console.start(*_start_block(run, parts, trainer, workdir, restored))
             try:
                 return _steps(trainer, writer, checkpoints, compiles, interrupts, workdir)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                if interrupts.forced:
+                    commands.tell_others(error)  # who know nothing of it, and wait
                 # The step under way left state and data position as they were: it is done again. Unless the person
                 # would not wait for its end; then the last checkpoint counts.
                 if trainer.position.step > 0 and not interrupts.forced:
@@ -74,6 +79,7 @@ def _steps(
         console.message(f'this run has all of its {run.steps} steps; raise --config.steps to go on')
         return 0
     trainer.warm_up()
+    interrupts.between_steps()
     first_accuracy = last_accuracy = None
     if position.step == 0 and trainer.evaluated(0):
         metrics = trainer.evaluation()
@@ -87,6 +93,7 @@ def _steps(
         trainer.timings.clear()
         before = dataclasses.replace(position)
         try:
+            interrupts.between_steps()
             prepared = trainer.prepare_rl() if run.phase == 'rl' else trainer.prepare_supervised()
         except KeyboardInterrupt:
             position.problem, position.skipped_overlong = before.problem, before.skipped_overlong
@@ -116,6 +123,16 @@ def _steps(
     checkpoints.wait()
     _finish(console, workdir, first_accuracy, last_accuracy)
     return 0
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """The other processes hear of a failure before this one waits for them to close the checkpoints."""
+    try:
+        yield
+    except Exception as error:
+        commands.tell_others(error)
+        raise
 
 
 def _warn_of_rate_zero(run: RunConfig, console: Console) -> None:

@@ -32,7 +32,7 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
-from sparrow_jax.parallel import hosts
+from sparrow_jax.parallel import transfer
 from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
@@ -108,6 +108,11 @@ class Trainer:
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
         self.check_data()
+        if not transfer.same_in_all(self.train_set.fingerprint):
+            raise ConfigError(
+                f'data.source={self.run.data.source!r}: the processes see different problems; give all of them the '
+                'same file (or the same version of reasoning-gym)'
+            )
         self.key = jax.random.key(self.run.seed)
         self.position = Position()
         self.guard = guards.History()
@@ -165,10 +170,14 @@ class Trainer:
         """Compiles everything that the run will need, so that nothing compiles later."""
         run = self.run
         self.console.status('compiling')
-        samplings = {self.evaluation_sampling()} if run.evaluate.every_steps >= 0 else set()
+        samplings = set()
+        if run.evaluate.every_steps >= 0:
+            samplings.add(self.evaluation_sampling())
+            self.verifier.warm_up(len(self.held_out_prompts.problems) * run.evaluate.samples)
         keep_hidden = {False}
         if run.phase == 'rl':
             self.advantages(np.zeros((run.rollout.prompts_per_step, run.rollout.samples_per_prompt), np.float32))
+            self.verifier.warm_up(run.rollout.prompts_per_step * run.rollout.samples_per_prompt)
             keep_hidden = {self.measured(step) for step in range(1, run.steps + 1)}
             samplings |= {self.sampling(keep) for keep in keep_hidden}
             if run.guard.action == 'dense':
@@ -230,8 +239,7 @@ class Trainer:
         completions = [self.parts.encoder.decode(r.tokens) for r in responses]
         with self.timed('reward', 'verifying'):
             scores = self.verifier.score(repeated, completions)
-        # An answer may run out of time in one process and not in another.
-        rewards = hosts.of_the_first(np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1))
+        rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
         advantages = np.asarray(self.advantages(rewards)).reshape(-1)
         samples = as_samples(requests, responses, advantages)
         updates, scored = self.score(self.make_updates(samples))

@@ -22,6 +22,7 @@ from sparrow_jax.learner.rows import RowLayout, Rows, empty_rows
 from sparrow_jax.models.attention import best_implementation, causal_attend
 from sparrow_jax.models.splash import why_no_splash
 from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.parallel.transfer import place, read
 
 
 @jax.tree_util.register_dataclass
@@ -132,12 +133,12 @@ class Learner:
     def device(self, rows: Rows) -> Rows:
         """Rows split over the data shards; absent hidden states too have the dtype that the warm-up compiled for."""
         rows = dataclasses.replace(rows, hidden_BTD=rows.hidden_BTD.astype(self.hidden_dtype, copy=False))
-        return jax.device_put(rows, meshes.batch_sharding(self.mesh))
+        return place(rows, meshes.batch_sharding(self.mesh))
 
     def without_hidden(self, rows: Rows) -> Rows:
         """Rows on the device that leave the sampler's hidden states behind: updates do not need them."""
         empty_BT0 = np.zeros((*rows.token_BT.shape, 0), self.hidden_dtype)
-        return dataclasses.replace(rows, hidden_BTD=jax.device_put(empty_BT0, meshes.batch_sharding(self.mesh)))
+        return dataclasses.replace(rows, hidden_BTD=place(empty_BT0, meshes.batch_sharding(self.mesh)))
 
     def score(self, params: nnx.State, rows: Rows) -> Scores:
         """Dense log-probs and entropy of every place; acceptance too when the rows carry the sampler's hidden
@@ -181,6 +182,7 @@ class Learner:
                 self.score(state.params, self._padding(length, self.hidden_size if keep else 0))
             rows = self._padding(length, 0)
             logp_BT = self.score(state.params, rows).logp_BT
+            read(logp_BT)
             grads, _ = self._accumulate(state.params, grads, rows, logp_BT, logp_BT, one)
         copy = jax.tree.map(jnp.copy, state)
         jax.block_until_ready(self._apply(copy, grads)[1])

@@ -5,11 +5,17 @@ Kubernetes jobs JAX finds the others by itself (`parallel.distributed='auto'`), 
 the first process listens (`'address'`). The scripts in launch/ set these fields.
 """
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+import dataclasses
+import json
+import signal
 
-from sparrow_jax.config import ConfigError, ParallelConfig
+import jax
+from jax._src import distributed
+
+from sparrow_jax.config import ConfigError, ParallelConfig, RunConfig, to_json
+from sparrow_jax.parallel import failures, transfer
+
+HEARTBEAT_TIMEOUT_S = 30  # of silence, after which a process counts as dead and all others end
 
 
 def start(config: ParallelConfig) -> None:
@@ -21,11 +27,15 @@ def start(config: ParallelConfig) -> None:
         return
     try:
         if config.distributed == 'auto':
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
         else:
             # Without detection: a process of a SLURM job would otherwise be given one GPU alone.
             jax.distributed.initialize(
-                config.coordinator, config.processes, config.process, cluster_detection_method='deactivate'
+                config.coordinator,
+                config.processes,
+                config.process,
+                cluster_detection_method='deactivate',
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             )
     except ValueError as error:  # JAX's word for 'found nothing'
         raise ConfigError(
@@ -39,11 +49,20 @@ def start(config: ParallelConfig) -> None:
             f"parallel.distributed='{config.distributed}': the processes did not meet{where} ({_first_line(error)}); "
             'see that all of them run, and that the first can be reached'
         ) from error
+    # JAX has begun to take note of SIGTERM for its own ends; until somebody listens for it, it ends the process.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    runtime = distributed.global_state  # there is no public way to its key-value store
+    failures.watch(runtime.client, runtime.process_id, runtime.num_processes)
 
 
-def of_the_first(array: np.ndarray) -> np.ndarray:
-    """The first process's array (of the same shape and dtype in all), so that all go on with the same numbers."""
-    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))
+def check_same(run: RunConfig) -> None:
+    """Raises ConfigError where the processes were started with different configurations: they would wait for ever."""
+    if run.parallel.distributed == 'off':
+        return
+    sections = json.loads(to_json(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, process=-1))))
+    others = [name for name, section in sections.items() if not transfer.same_in_all(json.dumps(section))]
+    if others:
+        raise ConfigError(f'{", ".join(others)}: not the same in all processes; start the same command everywhere')
 
 
 def _first_line(error: Exception) -> str:

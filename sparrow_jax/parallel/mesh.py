@@ -36,15 +36,9 @@ def axis_sizes(config: ParallelConfig, devices: int) -> dict[str, int]:
 def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over all devices, of all processes; over the given ones, which need not exist, to compile ahead of time.
 
-    Raises ConfigError when the axis sizes do not multiply to their number, or would split rows over processes: each
-    process reads the state of every slot.
+    Raises ConfigError when the axis sizes do not multiply to their number.
     """
     sizes = axis_sizes(config, len(jax.devices() if devices is None else devices))
-    if devices is None and jax.process_count() > 1 and any(sizes[axis] > 1 for axis in BATCH_AXES):
-        raise ConfigError(
-            f'parallel.data={sizes["data"]}, parallel.fsdp={sizes["fsdp"]}: {jax.process_count()} processes cannot '
-            f'share rows among them yet; set both to 1 and parallel.tensor={len(jax.devices())}'
-        )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices)
 
 

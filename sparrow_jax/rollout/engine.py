@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sparrow_jax.config import ConfigError, RolloutConfig
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
+from sparrow_jax.parallel.transfer import place, read
 from sparrow_jax.rollout.cache import Slots
 from sparrow_jax.rollout.decode import Prompts, SamplingValues
 from sparrow_jax.rollout.functions import SHARDED, WHOLE, SamplerFunctions, Sampling
@@ -192,7 +193,7 @@ class Engine:
                 self.functions.budgets()(controller)
             if self.may_park:
                 cache, slots = self.functions.offload().warm_up(cache, slots)
-            jax.block_until_ready(slots.active_B)
+            read((slots.count_B, slots.active_B, slots.stopped_B))
             del cache, slots  # there is room for one pool, and the next way of sampling makes its own
         self.request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
 
@@ -280,7 +281,7 @@ class Engine:
 
     def placed(self, controller: Controller) -> Controller:
         """On every device, as every function of the engine leaves it."""
-        return jax.device_put(controller, NamedSharding(self.mesh, WHOLE))
+        return place(controller, NamedSharding(self.mesh, WHOLE))
 
     def widened(self, controller: Controller) -> Controller:
         """With every budget doubled, as far as that goes."""
@@ -299,7 +300,7 @@ class Engine:
         budgets = self.schedule.budgets()
         if not sampling.sparse:
             budgets = jnp.full_like(budgets, EVERY_PAGE)
-        budgets = jax.device_put(budgets, NamedSharding(self.mesh, WHOLE))
+        budgets = place(budgets, NamedSharding(self.mesh, WHOLE))
         return SamplingValues(budgets, jnp.float32(sampling.temperature), jnp.float32(sampling.top_p))
 
     def request_keys(self, requests: Sequence[Request], run_key: jax.Array, step: int) -> np.ndarray:
@@ -340,7 +341,7 @@ class Engine:
                         probe_table_RFN[i, j, : len(table)] = row.prefix.pages + row.probe_pages
                     limit_RF[i, j] = row.request.limit_tokens
                     key_RF2[i, j] = row.key
-        arrays = jax.device_put(
+        arrays = place(
             (tokens_RT, length_R, slot_RF, table_RFN, probe_table_RFN, limit_RF, key_RF2),
             NamedSharding(self.mesh, SHARDED),
         )
@@ -405,9 +406,9 @@ class Engine:
                 values = dataclasses.replace(values, budget_bins=self.functions.budgets()(controller))
                 jax.block_until_ready(values.budget_bins)
                 probe_s += time.perf_counter() - began
-            count_B, active_B, stopped_B = jax.device_get((slots.count_B, slots.active_B, slots.stopped_B))
+            count_B, active_B, stopped_B = read((slots.count_B, slots.active_B, slots.stopped_B))
             if on_tokens:
-                tokens_BT = np.asarray(slots.tokens_BT)
+                tokens_BT = read(slots.tokens_BT)
                 for slot, row in scheduler.pool.running.items():
                     on_tokens(row.index, tokens_BT[slot, streamed.get(row.index, 0) : count_B[slot]])
                     streamed[row.index] = int(count_B[slot])
@@ -444,8 +445,8 @@ class Engine:
         sharding = NamedSharding(self.mesh, SHARDED)
         table_BN, probe_table_PN = table_BN.copy(), probe_table_PN.copy()  # the device may read them where they lie
         if len(probe_table_PN) < self.probes * self.shards:  # nothing is probed in this call
-            return dataclasses.replace(slots, table_BN=jax.device_put(table_BN, sharding))
-        tables = jax.device_put((table_BN, probe_table_PN), sharding)
+            return dataclasses.replace(slots, table_BN=place(table_BN, sharding))
+        tables = place((table_BN, probe_table_PN), sharding)
         return dataclasses.replace(slots, table_BN=tables[0], probe_table_PN=tables[1])
 
     def _probes(self, only: int | None = None) -> np.ndarray:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.rotate_and_write import rotate_and_write
+from sparrow_jax.parallel.transfer import place, read
 from sparrow_jax.rollout.cache import Cache, Slots
 from sparrow_jax.rollout.decode import SamplerStatics, attend_all, attend_chosen, choose_pages, write_token
 from sparrow_jax.rollout.engine import Engine
@@ -108,7 +109,7 @@ def step_seconds(engine: Engine, weights: nnx.State, full: FullSlots, cached_tok
         return run(weights, cache, full.rewind(slots, start), values)
 
     seconds, (full.cache, full.slots) = median_seconds(segment, (full.cache, full.slots))
-    decoded_B = np.asarray(full.slots.active_B) & (np.asarray(full.slots.length_B) == start + steps)
+    decoded_B = read(full.slots.active_B) & (read(full.slots.length_B) == start + steps)
     if not decoded_B.all():
         raise RuntimeError('a sequence ended during the run')
     return seconds / steps
@@ -333,7 +334,7 @@ class StepParts:
 
 def _placed(engine: Engine, array: Any) -> jax.Array:
     """Split over the shards along its first axis, which counts slots."""
-    return jax.device_put(array, NamedSharding(engine.mesh, SHARDED))
+    return place(array, NamedSharding(engine.mesh, SHARDED))
 
 
 def _rewound(slots: Slots, length: jax.Array) -> Slots:

@@ -2,7 +2,7 @@
 
 Problems come from `problems`, completions from the sampler; the scores go to the advantages and the log. Answers are
 judged in helper processes, because a parser can hang or crash on what a policy writes: such a worker is ended and
-replaced.
+replaced. Where a run has several processes, each judges its share of the answers, and all get the verdicts of all.
 """
 
 import collections
@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from multiprocessing import connection as mp_connection
 from typing import Any
 
+import jax
+import numpy as np
 from absl import logging
 
 from sparrow_jax.config import ConfigError, DataConfig, RewardConfig
+from sparrow_jax.parallel import transfer
 from sparrow_jax.tasks import scoring
 from sparrow_jax.tasks.answers import read_answer
 from sparrow_jax.tasks.problems import TASK_PREFIX, Problem
@@ -142,6 +145,8 @@ class Verifier:
     def score(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Score]:
         """Scores `completions[i]` as an answer to `problems[i]`; the order of the result is theirs.
 
+        All processes of a run call it with the same answers.
+
         Raises:
           RewardError: the user's function raised or returned no finite number; the text names the problem. The verifier
           is closed then.
@@ -168,7 +173,7 @@ class Verifier:
                 known[key] = len(requests)
                 requests.append(_request(problem, reading.answer))
             slots.append(known[key])
-        verdicts = self._judge(requests)
+        verdicts = self._judge_together(requests, len(completions))
         scores = []
         for reading, slot in zip(readings, slots, strict=True):
             value = 0.0 if slot is None else verdicts[slot]
@@ -179,6 +184,19 @@ class Verifier:
             bonus = self._reward.format_bonus if reading.format_valid else 0.0
             scores.append(Score(base + bonus, float(correct), reading.format_valid, timed_out, reading.answer))
         return scores
+
+    def warm_up(self, completions: int) -> None:
+        """Compiles what brings the verdicts on so many completions together."""
+        self._judge_together([], completions)
+
+    def _judge_together(self, requests: list[tuple], most: int) -> list[float | None]:
+        """Verdicts on at most so many requests, in their order; each process judges every n-th."""
+        processes = jax.process_count()
+        share = self._judge(requests[jax.process_index() :: processes])
+        own = np.full(-(-most // processes), np.nan)  # of one size, whatever is asked: it compiles nothing
+        own[: len(share)] = [np.nan if verdict is scoring.NO_VERDICT else verdict for verdict in share]
+        verdicts = transfer.of_all(own).T.reshape(-1)[: len(requests)].tolist()
+        return [scoring.NO_VERDICT if np.isnan(verdict) else verdict for verdict in verdicts]
 
     def _judge(self, requests: list[tuple]) -> list[float | None]:
         batch = max(1, min(_LARGEST_BATCH, len(requests) // (4 * self._reward.workers)))

@@ -1,5 +1,6 @@
 """Two processes on this machine see each other's devices; where none is found, one sentence says so."""
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -8,22 +9,27 @@ import sys
 
 import pytest
 
-from sparrow_jax.config import ConfigError, ParallelConfig
-from sparrow_jax.metrics import MACHINE_PREFIXES, read_rows
+from sparrow_jax import commands
+from sparrow_jax.config import ConfigError, ParallelConfig, resolve
 from sparrow_jax.parallel import hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEE_ALL = """
 import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import multihost_utils
+import jax, numpy as np
 from sparrow_jax.config import ParallelConfig
-from sparrow_jax.parallel import hosts
+from sparrow_jax.parallel import hosts, transfer
+from sparrow_jax.parallel.mesh import batch_sharding, make_mesh
 by_address = ('address', sys.argv[2], 2, int(sys.argv[3]))
-hosts.start(ParallelConfig(-1, 1, 1, *(by_address if sys.argv[1] == 'address' else ['auto'])))
-gathered = multihost_utils.process_allgather(jnp.asarray([jax.process_index() + 5]))
-first = hosts.of_the_first(np.asarray([[jax.process_index() + 0.5]], np.float32))
-print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist(), first.tolist())
+parallel = ParallelConfig(-1, 1, 1, *(by_address if sys.argv[1] == 'address' else ['auto']))
+hosts.start(parallel)
+process = jax.process_index()
+gathered = transfer.of_all(np.asarray([process + 0.1]))
+rows = transfer.place({'a': np.asarray([[3, 4], [5, 6]])}, batch_sharding(make_mesh(parallel)))
+doubled = transfer.read(jax.jit(lambda x: jax.tree.map(lambda a: 2 * a, x))(rows) | {'b': 1})
+print(jax.process_count(), jax.device_count(), jax.local_device_count(), gathered.ravel().tolist(), end=' ')
+print(rows['a'].addressable_shards[0].data.shape, doubled['a'].tolist(), end=' ')
+print(transfer.least([7, None][process]), transfer.least(7 - process), transfer.any_of_all(process == 1))
 """
 WITHOUT_CLUSTER = {
     name: value
@@ -69,44 +75,26 @@ def test_two_processes_see_each_other_s_devices(distributed):
         for process in processes:
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
-            assert out.splitlines()[-1] == '2 2 1 [5, 6] [[0.5]]'
+            assert out.splitlines()[-1] == '2 2 1 [0.1, 1.1] (1, 2) [[6, 8], [10, 12]] None 6 True'
     finally:
         for process in processes:
             process.kill()
 
 
-def begin(folder, workdir, flags, devices=1):
-    """A smoke run of one step on a CPU that shows itself as so many devices."""
-    fields = {'steps': 1, 'parallel.tensor': 2, 'evaluate.every_steps': -1, 'data.cache_dir': folder / 'data'} | flags
-    environment = WITHOUT_CLUSTER | {
-        'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-    }
-    command = [sys.executable, '-m', 'sparrow_jax.train', '--config=configs/tiny.py:smoke', f'--workdir={workdir}']
-    command += [f'--config.{name}={value}' for name, value in fields.items()]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-
-
-@pytest.mark.verify
-def test_two_processes_train_as_one_with_two_devices(tmp_path):
-    address = {'distributed': 'address', 'coordinator': f'127.0.0.1:{free_port()}', 'processes': 2}
-    fields = {f'parallel.{name}': value for name, value in address.items()}
-    many = [begin(tmp_path, tmp_path / 'many', fields | {'parallel.process': process}) for process in range(2)]
-    try:
-        for process in many:
-            _, err = process.communicate(timeout=600)
-            assert process.returncode == 0, err.decode()
-    finally:
-        for process in many:
-            process.kill()
-    with begin(tmp_path, tmp_path / 'one', {}, devices=2) as process:
-        _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err.decode()
-    rows = [read_rows(tmp_path / name / 'metrics.jsonl') for name in ('many', 'one')]
-    of_the_run = [[{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in r] for r in rows]
-    assert of_the_run[0] == of_the_run[1] != []
-    answers = [read_rows(tmp_path / name / 'samples.jsonl') for name in ('many', 'one')]
-    assert answers[0] == answers[1] != []
+def test_a_field_that_differs_between_processes_is_named(monkeypatch):
+    config = commands.load_config('configs/tiny.py')
+    config.parallel.update(distributed='address', coordinator='h:1', processes=2, process=1)
+    run = resolve(config)
+    monkeypatch.setattr(hosts.transfer, 'same_in_all', lambda text: 'temperature' not in text)
+    with pytest.raises(ConfigError, match=r'^evaluate, rollout: not the same in all processes; start'):
+        hosts.check_same(run)
+    said = []
+    monkeypatch.setattr(hosts.transfer, 'same_in_all', lambda text: said.append(text) or True)
+    hosts.check_same(run)
+    other = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, process=0))
+    before, said[:] = list(said), []
+    hosts.check_same(other)
+    assert said == before  # their numbers aside
 
 
 def test_off_starts_nothing(monkeypatch):

@@ -43,14 +43,6 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         make_mesh(ParallelConfig(*sizes))
 
 
-@pytest.mark.parametrize('sizes', [(-1, 1, 1), (2, 1, 2), (1, 4, 1)])
-def test_rows_are_not_split_over_processes(sizes, monkeypatch):
-    monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    monkeypatch.setattr(jax, 'devices', lambda: [None] * 4)
-    with pytest.raises(ConfigError, match=r'2 processes cannot share rows .* set both to 1 and parallel\.tensor=4'):
-        make_mesh(ParallelConfig(*sizes))
-
-
 def test_rows_are_split_over_data_and_fsdp():
     assert batch_shards(MESH) == 6
     assert batch_sharding(MESH).shard_shape((12, 5)) == (2, 5)

@@ -11,7 +11,8 @@ from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ParallelConfig, RolloutConfig, resolve
 from sparrow_jax.models.decoder import init_decoder
 from sparrow_jax.models.shape import DecoderShape
-from sparrow_jax.parallel.mesh import make_mesh
+from sparrow_jax.parallel.mesh import make_mesh, replicated
+from sparrow_jax.parallel.transfer import place
 from sparrow_jax.rollout.engine import Engine, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity.schedules import Schedule
@@ -100,7 +101,7 @@ class Sampler:
         self.engine = Engine(
             graphdef, shape, devices, rollout_config(**rollout), self.schedule, END_IDS, dtype, probing
         )
-        self.weights = self.engine.weights(params)
+        self.weights = self.engine.weights(place(params, replicated(devices)))
 
     def __call__(
         self,

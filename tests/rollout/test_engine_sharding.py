@@ -4,6 +4,7 @@ over two KV heads, and two of each."""
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -16,24 +17,29 @@ from sharded_run import MESHES, REQUESTS
 from sparrow_jax.rollout.engine import Response
 
 
-@pytest.fixture(scope='module')
-def sharded():
+def start(devices: int, *arguments: str) -> subprocess.Popen:
     here = pathlib.Path(__file__).parent
     root = here.parents[1]
     path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
     # Half the time is compilation, hence no optimization.
-    flags = '--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0'
+    flags = f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0'
     flags = f'{os.environ.get("XLA_FLAGS", "")} {flags}'
-    result = subprocess.run(
-        [sys.executable, here / 'sharded_run.py'],
+    return subprocess.Popen(
+        [sys.executable, here / 'sharded_run.py', *arguments],
         env=os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path},
         cwd=root,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope='module')
+def sharded():
+    with start(4) as process:
+        out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return json.loads(out)
 
 
 @pytest.mark.parametrize(('mesh', 'shards'), [('data', 4), ('tensor', 1), ('both', 2)])
@@ -76,4 +82,25 @@ def test_every_shard_counts_the_probes_of_all(sharded, sampler):
     assert [sum(row) for row in found['copies'][0]] == found['measured']
     assert max(found['sequences']) >= 4
     expected = [response.tokens.tolist() for response in sampler(REQUESTS, budgets=MIXED)]
-    assert found['tokens'] == expected
+    assert found['tokens'] == found['streamed'] == expected
+
+
+@pytest.mark.slow
+def test_two_processes_sample_what_one_does(sampler):
+    """Each runs the host's decisions for the slots of both, and reads what is on the other's device."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        port = listener.getsockname()[1]
+    processes = [start(1, str(port), str(process)) for process in range(2)]
+    try:
+        answers = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], answers
+    found = [json.loads(out.splitlines()[-1]) for out, _ in answers]
+    assert found[0] == found[1]
+    assert found[0]['late'] == []
+    assert found[0]['parks'] > 0
+    expected = [response.tokens.tolist() for response in sampler(REQUESTS, budgets=MIXED)]
+    assert found[0]['tokens'] == found[0]['streamed'] == expected

@@ -6,10 +6,12 @@ import sys
 import textwrap
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from sparrow_jax.config import ConfigError
-from sparrow_jax.tasks import scoring
+from sparrow_jax.tasks import scoring, verifiers
 from sparrow_jax.tasks.problems import Problem, load_problems
 from sparrow_jax.tasks.verifiers import RewardError, Verifier
 
@@ -248,6 +250,34 @@ def test_errors_of_a_user_function(module, reward_config, data_config, completio
         assert gone(pids, 0)
         with pytest.raises(RuntimeError, match='closed'):
             verifier.score([MATH], ['good'])
+
+
+@pytest.mark.parametrize('process', [0, 1])
+def test_two_processes_judge_half_each(process, module, reward_config, data_config, tmp_path, monkeypatch):
+    name = module(f"""
+        import pathlib
+        def f(problem, completion):
+            with open(pathlib.Path({str(tmp_path)!r}, 'judged'), 'a') as file:
+                print(completion, file=file)
+            return float(completion)
+    """)
+    of_process = [[0.1, 0.3, 0.5], [0.2, float('nan'), float('nan')]]  # the other had no time for the fourth
+    others = np.asarray(of_process[1 - process])
+    if process == 1:
+        of_process[1][1] = 0.4
+
+    def of_all(own):
+        np.testing.assert_array_equal(own, of_process[process])
+        return np.stack([own, others] if process == 0 else [others, own])
+
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(jax, 'process_index', lambda: process)
+    monkeypatch.setattr(verifiers.transfer, 'of_all', of_all)
+    with Verifier(reward_config(function=f'{name}:f', workers=1), data_config()) as verifier:
+        scores = verifier.score([MATH] * 5, ['0.1', '0.2', '0.3', '0.4', '0.5'])
+    assert (tmp_path / 'judged').read_text().split() == ['0.1 0.3 0.5', '0.2 0.4'][process].split()
+    assert [s.reward for s in scores] == [0.1, 0.2, 0.3, 0.0 if process == 0 else 0.4, 0.5]
+    assert [s.timed_out for s in scores] == [False, False, False, process == 0, False]
 
 
 def test_dying_worker_is_replaced_and_its_answer_has_no_verdict(module, reward_config, data_config, tmp_path):
