@@ -119,7 +119,7 @@ def compile_check(run: RunConfig, workdir: str, slice: str, out: str, only: str)
         for part, size in check.parts().items():
             console.message(_PARTS.format(part, memory.show_bytes(size)))
         console.message('\n' + _PROGRAMS.format('', 'beside it', 'arguments', 'results', 'scratch', 'together', 's'))
-        for name in check.names():
+        for name in check.chosen:
             console.status('compiling', name)
             console.message(_program_line(check.compile(name)))
         for line in check.verdict(named):
@@ -157,9 +157,6 @@ class Check:
             raise ConfigError(f'--only={only}: the programs are {", ".join(self.functions)}')
         self.programs: list[Program] = []
         self.tensors = list(self._tensors())
-
-    def names(self) -> list[str]:
-        return self.chosen
 
     def parts(self) -> dict[str, int]:
         """Bytes of a device by part, of the arrays that a run keeps."""

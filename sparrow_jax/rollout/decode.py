@@ -24,7 +24,7 @@ from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
 from sparrow_jax.rollout.fused_step import fused_hidden
 from sparrow_jax.rollout.head_shards import FIRST, SECOND, THIRD, WHOLE, HeadShards
-from sparrow_jax.rollout.sampling import Noise, draw, draw_noise
+from sparrow_jax.rollout.sampling import Noise, draw, draw_noise, noise_of_step, segment_noise
 from sparrow_jax.sparsity.schedules import budget_for_length
 
 
@@ -168,7 +168,7 @@ def decode_segment(
     kept_rows = B if slots.hidden_BTD.shape[2] else P
     # Whatever can be known before the loop is made before it: in the loop each operation is a kernel of its own.
     vocab_size = nnx.merge(graphdef, params).shape.vocab_size
-    noise = jax.vmap(lambda step: draw_noise(slots.key_B2, slots.count_B + step, vocab_size))(jnp.arange(steps))
+    noise = segment_noise(slots.key_B2, slots.count_B, steps, vocab_size)
     drawn = _Drawn(
         token_SB=jnp.zeros((steps, B), jnp.int32),
         logp_SB=jnp.zeros((steps, B), jnp.float32),
@@ -177,8 +177,8 @@ def decode_segment(
 
     def body(step: jax.Array, state: tuple[Cache, Slots, _Drawn]) -> tuple[Cache, Slots, _Drawn]:
         cache, slots, drawn = state
-        noise_now = jax.tree.map(lambda noise_SBN: lax.dynamic_index_in_dim(noise_SBN, step, keepdims=False), noise)
-        cache, slots, now = _decode_step(nnx.merge(graphdef, params), statics, cache, slots, noise_now, values)
+        decoder, noise_now = nnx.merge(graphdef, params), noise_of_step(noise, step)
+        cache, slots, now = _decode_step(decoder, statics, cache, slots, noise_now, values)
         put = lambda all_S, one: lax.dynamic_update_index_in_dim(all_S, one[: all_S.shape[1]], step, axis=0)
         return cache, slots, jax.tree.map(put, drawn, now)
 

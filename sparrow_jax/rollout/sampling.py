@@ -53,6 +53,20 @@ def draw_noise(key_data_B2: jax.Array, position_B: jax.Array, vocab_size: int) -
     return jax.vmap(of_sample)(key_data_B2, position_B)
 
 
+def segment_noise(key_data_B2: jax.Array, position_B: jax.Array, steps: int, vocab_size: int) -> Noise:
+    """Of the draws of a segment, a row a step, where each step draws one token of each sample.
+
+    Args:
+        key_data_B2, vocab_size: as of `draw_noise`; position_B: of the first step's.
+    """
+    return jax.vmap(lambda step: draw_noise(key_data_B2, position_B + step, vocab_size))(jnp.arange(steps))
+
+
+def noise_of_step(noise: Noise, step: jax.Array) -> Noise:
+    """One row of `segment_noise`."""
+    return jax.tree.map(lambda noise_SBN: lax.dynamic_index_in_dim(noise_SBN, step, keepdims=False), noise)
+
+
 def draw(
     logits_BV: jax.Array, noise: Noise, temperature: jax.Array, top_p: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ from sparrow_jax.rollout.decode import SamplerStatics, attend_all, attend_chosen
 from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.rollout.functions import CACHE, SHARDED, WHOLE, Sampling
 from sparrow_jax.rollout.fused_step import fused_hidden
-from sparrow_jax.rollout.sampling import Noise, draw, draw_noise
+from sparrow_jax.rollout.sampling import Noise, draw, noise_of_step, segment_noise
 
 RUNS = 5  # the median of them counts
 SEGMENTS = 3  # of one run
@@ -245,8 +245,7 @@ class StepParts:
         token_B, _ = carry
         hidden_BD = hidden_BD + (token_B < 0)[:, None].astype(hidden_BD.dtype)  # never
         decoder = nnx.merge(self.engine.graphdef, weights)
-        noise = jax.tree.map(lambda noise_SBN: noise_SBN[turn], noise)
-        return draw(decoder.logits(hidden_BD), noise, jnp.float32(self.engine.rollout.temperature))
+        return draw(decoder.logits(hidden_BD), noise_of_step(noise, turn), jnp.float32(self.engine.rollout.temperature))
 
     def _write(self, turn, cache, k_BKA, v_BKA, table_BN, start_B):
         at = table_BN, start_B + turn, start_B >= 0
@@ -313,10 +312,9 @@ class StepParts:
     def _noise(self) -> Noise:
         """Of all draws of a segment, which makes it before its first step."""
         B, steps = self.engine.rollout.slots, self.engine.rollout.segment_steps
-        key_B2 = jnp.zeros((B, 2), jnp.uint32)
-        of_step = lambda step: draw_noise(key_B2, jnp.full(B, step), self.engine.shape.vocab_size)
-        made = jax.jit(jax.vmap(of_step), out_shardings=NamedSharding(self.engine.mesh, BY_STEP))
-        return made(jnp.arange(steps))
+        make = lambda key_B2, position_B: segment_noise(key_B2, position_B, steps, self.engine.shape.vocab_size)
+        made = jax.jit(make, out_shardings=NamedSharding(self.engine.mesh, BY_STEP))
+        return made(jnp.zeros((B, 2), jnp.uint32), jnp.zeros(B, jnp.int32))
 
     def _queries(self) -> jax.Array:
         shape = self.engine.shape

@@ -5,16 +5,13 @@ which checks layouts and memory spaces; code generation needs the CUDA plugin of
 """
 
 import functools
-import os
-import pathlib
-import sys
 
 import jax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from pallas_kernels.implementation import FIRST_JAX_WITHOUT_GPU_KERNELS
+from sparrow_jax.slices import parse_slice, slice_devices
 
 TPU_CHIPS = {'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'tpu7x': 'tpu7x:2x2x1'}
 
@@ -22,13 +19,7 @@ TPU_CHIPS = {'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'tpu7x': 't
 @functools.cache
 def tpu_device(chip: str):
     """A device of a slice that is only described: nothing can run on it."""
-    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
-    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
-    # `make test` puts libtpu there and not among the packages: installed, JAX would look for TPUs in every process.
-    library = pathlib.Path(sys.prefix, 'libtpu', 'libtpu', 'libtpu.so')
-    if library.exists():
-        os.environ.setdefault('TPU_LIBRARY_PATH', str(library))
-    return topologies.get_topology_desc(platform='tpu', topology_name=TPU_CHIPS[chip]).devices[0]
+    return slice_devices(parse_slice(TPU_CHIPS[chip]))[0]
 
 
 def compile_for_tpu(function, chip: str, *arguments, donate_argnums=()):
