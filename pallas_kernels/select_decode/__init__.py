@@ -67,7 +67,7 @@ def select_decode(
         jax.eval_shape(functools.partial(one_after_another, implementation=implementation), *arrays)  # its checks
         kernel = kernel_module('select_decode', implementation)
         most_pages = min(max_pages, table_BN.shape[1])
-        if kernel.is_faster(pages_KPCE, len(length_B), most_pages):
+        if kernel.is_faster(q_BHA, pages_KPCE, landmark_BKNA, most_pages):
             check_machine('select_decode', implementation, q_BHA)
             return kernel.select_decode(
                 *arrays,

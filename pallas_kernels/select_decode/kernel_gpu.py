@@ -12,17 +12,52 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.page_select.choice_gpu import Choice, for_copies
 from pallas_kernels.page_select.tuning import HOPPER
 from pallas_kernels.paged_flash_gpu import Plan, attend
-from pallas_kernels.pallas_gpu import MULTIPROCESSORS, kernel
+from pallas_kernels.pallas_gpu import MULTIPROCESSORS, fits, kernel
 from pallas_kernels.tuning_gpu import SPARSE_DECODE
 
 _STATIC = ('max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'interpret')
 _WARPGROUPS = 2  # of the attention: one copies, one multiplies; both choose
 
 
-def is_faster(pages_KPCE: jax.Array, sequences: int, max_pages: int) -> bool:
-    """Whether every pair of sequence and KV head has a multiprocessor of its own, and its pages one block."""
-    K, _, C, _ = pages_KPCE.shape
-    return K * sequences <= MULTIPROCESSORS and max_pages * C <= SPARSE_DECODE.split_tokens
+def is_faster(q_BHA: jax.Array, pages_KPCE: jax.Array, landmark_BKNA: jax.Array, max_pages: int) -> bool:
+    """Whether every pair of sequence and KV head has a multiprocessor of its own that holds what both parts need, and
+    its pages one block.
+
+    Float32 caches of 128 numbers a head need too much memory.
+    """
+    B, K = landmark_BKNA.shape[:2]
+    choice, plan = _parts(q_BHA, pages_KPCE, landmark_BKNA, max_pages=max_pages)
+    scratch = {**choice.scratch(), **plan.scratch(q_BHA.dtype)}
+    return K * B <= MULTIPROCESSORS and plan.splits == 1 and fits(scratch.values())
+
+
+def _parts(
+    q_BHA: jax.Array,
+    pages_KPCE: jax.Array,
+    landmark_BKNA: jax.Array,
+    *,
+    max_pages: int,
+    reserved_first: int = 0,
+    reserved_last: int = 0,
+    landmarks_at_rest: bool = False,
+) -> tuple[Choice, Plan]:
+    _, K, N, A = landmark_BKNA.shape
+    group, C = q_BHA.shape[1] // K, pages_KPCE.shape[2]
+    choice = Choice(
+        N=N,
+        A=A,
+        group=group,
+        dtype=landmark_BKNA.dtype.name,
+        page_tokens=C,
+        max_pages=max_pages,
+        reserved_first=reserved_first,
+        reserved_last=reserved_last,
+        landmarks_at_rest=landmarks_at_rest,
+        physical=True,
+        is_all=False,
+        blocks=HOPPER,
+    )
+    return choice, Plan.make(1, group, A, C, max_pages, pages_KPCE.dtype, SPARSE_DECODE)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # the layers of a model then share one lowering
@@ -41,27 +76,19 @@ def select_decode(
     interpret: bool,
 ) -> jax.Array:
     """See `pallas_kernels.select_decode`."""
-    B, K, N, A = landmark_BKNA.shape
-    H, C = q_BHA.shape[1], pages_KPCE.shape[2]
+    (B, H, A), K = q_BHA.shape, landmark_BKNA.shape[1]
     landmark_BKNA, whole = for_copies(landmark_BKNA)
-    choice = Choice(
-        N=N,
-        A=A,
-        group=H // K,
-        dtype=landmark_BKNA.dtype.name,
-        page_tokens=C,
+    choice, plan = _parts(
+        q_BHA,
+        pages_KPCE,
+        landmark_BKNA,
         max_pages=max_pages,
         reserved_first=reserved_first,
         reserved_last=reserved_last,
         landmarks_at_rest=landmarks_at_rest and whole,
-        physical=True,
-        is_all=False,
-        blocks=HOPPER,
     )
-    plan = Plan.make(1, H // K, A, C, max_pages, pages_KPCE.dtype, SPARSE_DECODE)
     of_choice, of_attention = choice.scratch(), plan.scratch(q_BHA.dtype)
     assert HOPPER.warpgroups == _WARPGROUPS
-    assert plan.splits == 1
     assert not of_choice.keys() & of_attention.keys()
 
     def body(q_ref, pages_ref, landmark_ref, table_ref, length_ref, budget_ref, o_ref, ids_ref, *, chosen, **scratch):
