@@ -179,6 +179,8 @@ def ordered(belief: Belief, need_Z: jax.Array) -> jax.Array:
 
 
 def _other_sequences(belief: Belief, probes: int) -> Belief:
-    covariance_EE = belief.covariance_EE.at[-1, :].set(0).at[:, -1].set(0)
-    covariance_EE = covariance_EE.at[-1, -1].set(SEQUENCE_SPREAD**2 / max(probes, 1))
-    return dataclasses.replace(belief, lean=jnp.zeros_like(belief.lean), covariance_EE=covariance_EE)
+    """The mean share of a few sequences is on average that of all, its logarithm less."""
+    variance = SEQUENCE_SPREAD**2 / max(probes, 1)
+    covariance_EE = belief.covariance_EE.at[-1, :].set(0).at[:, -1].set(0).at[-1, -1].set(variance)
+    lean = jnp.full_like(belief.lean, -variance / 2)
+    return dataclasses.replace(belief, lean=lean, covariance_EE=covariance_EE)

@@ -45,7 +45,7 @@ def test_an_update_conditions_the_gaussian_on_what_was_seen(ratio):
     given = [None, ratio, None, 0.95, 1.15]
     new, needs = _updated(belief, need, measured(given, in_force), CONFIDENCE)
 
-    mean = np.append(need, [math.log(SLOPE), 0]).astype(np.float64)
+    mean = np.append(need, [math.log(SLOPE), belief.lean]).astype(np.float64)
     for z in (1, 3, 4):
         row = np.zeros(BINS + 2)
         row[[z, BINS, -1]] = SLOPE, SLOPE * (mean[z] - in_force[z]), 1
@@ -92,7 +92,7 @@ def test_nothing_seen_changes_nothing():
     np.testing.assert_array_equal(needs, need)
     np.testing.assert_array_equal(new.covariance_EE, belief.covariance_EE)
     assert new.log_slope == belief.log_slope
-    assert new.lean == 0
+    assert new.lean == belief.lean
 
 
 @pytest.mark.parametrize('slope', [1.5, 3.0, 6.0])
@@ -126,13 +126,15 @@ def test_a_surprise_makes_it_learn_again():
 
 def test_other_sequences_lean_elsewhere():
     belief, need = first(BINS, PROBES), np.zeros(BINS, np.float32)
-    belief, _ = _updated(belief, need, measured([1.3] * BINS, need), CONFIDENCE)
-    assert belief.lean != 0
-    old = aged(belief, PROBES)
-    assert old.lean == 0
-    assert old.covariance_EE[-1, -1] == pytest.approx(beliefs.SEQUENCE_SPREAD**2 / PROBES)
+    variance = beliefs.SEQUENCE_SPREAD**2 / PROBES
+    assert belief.lean == pytest.approx(-variance / 2)  # the mean share is that of all
+    seen, _ = _updated(belief, need, measured([1.3] * BINS, need), CONFIDENCE)
+    assert seen.lean > belief.lean
+    old = aged(seen, PROBES)
+    assert old.lean == belief.lean
+    assert old.covariance_EE[-1, -1] == pytest.approx(variance)
     assert not np.asarray(old.covariance_EE[-1, :-1]).any()
-    assert (np.diagonal(old.covariance_EE)[:BINS] > np.diagonal(belief.covariance_EE)[:BINS]).all()
+    assert (np.diagonal(old.covariance_EE)[:BINS] > np.diagonal(seen.covariance_EE)[:BINS]).all()
 
 
 def test_accelerators_do_not_round_its_products():
