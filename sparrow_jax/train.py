@@ -62,9 +62,9 @@ def train(run: RunConfig, workdir_path: str) -> int:
                     trainer.save(checkpoints)
                 checkpoints.wait()
                 saved = checkpoints.latest_step()
+                console.interrupted(saved or 0, saved=saved is not None)
                 if not interrupts.forced:
                     _report(console, workdir)
-                console.interrupted(saved or 0, saved=saved is not None)
                 return 130
 
 
@@ -220,7 +220,7 @@ def _report(console: Console, workdir: Workdir) -> None:
         return
     console.status('writing the report')
     try:
-        console.message(f'report: {write_report([workdir.path])}')
+        console.message(f'report: {write_report([workdir.path], workdir.report_file)}')
     except Exception as error:
         console.warn(f'no report was written ({error}); the run is complete without it')
 

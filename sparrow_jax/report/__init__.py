@@ -9,9 +9,7 @@ from pathlib import Path
 
 from sparrow_jax.report.logs import read_runs
 from sparrow_jax.report.page import page
-from sparrow_jax.workdir import write_atomically
-
-REPORT_NAME = 'report.html'
+from sparrow_jax.workdir import REPORT_NAME, write_atomically
 
 
 def write_report(workdirs: Sequence[str | Path], out: str | Path = '') -> Path:

@@ -47,10 +47,10 @@ def cards(runs: Sequence[Run]) -> list[Card]:
         ('State', 'How far the run got, and whether anything had to step in.', _state),
     )
     found = [Card(title, meaning, [fact(run) for run in runs]) for title, meaning, fact in of_run]
-    return [card for card in found if any(fact.value != '–' for fact in card.facts)]
+    return [card for card in found if any(fact is not _NONE for fact in card.facts)]
 
 
-_NONE = Fact('–', 'not in the logs')
+_NONE = Fact('-', 'not in the logs')
 
 
 def _accuracy(run: Run) -> Fact:
@@ -103,21 +103,16 @@ def _read(run: Run) -> Fact:
     now = recent(run, 'sparse/kv_read_fraction')
     if now is None:
         return _NONE
-    pages = recent(run, 'sparse/pages_read/mean')
+    pages, count = recent(run, 'sparse/pages_read/mean'), len(run.values('sparse/kv_read_fraction')[1])
     of = f', {pages:,.1f} pages a token' if pages is not None else ''
-    return Fact(
-        f'{now:.1%}', f'mean of the last {min(RECENT, len(run.values("sparse/kv_read_fraction")[1]))} steps{of}'
-    )
+    return Fact(f'{now:.1%}', f'mean of the last {min(RECENT, count)} steps{of}')
 
 
 def _speed(run: Run) -> Fact:
     sampled, all_ = recent(run, 'perf/rollout_tokens_per_s'), recent(run, 'perf/throughput')
-    if sampled is None and all_ is None:
-        return _NONE
-    whole = f'{all_:,.0f} tokens/s per device over whole steps' if all_ is not None else ''
-    return (
-        Fact(f'{sampled:,.0f}/s', whole) if sampled is not None else Fact(f'{all_:,.0f}/s', 'per device, whole steps')
-    )
+    if sampled is None:
+        return _NONE if all_ is None else Fact(f'{all_:,.0f}/s', 'per device, over whole steps')
+    return Fact(f'{sampled:,.0f}/s', '' if all_ is None else f'{all_:,.0f} tokens/s per device over whole steps')
 
 
 def _length(run: Run) -> Fact:
@@ -145,9 +140,8 @@ def _state(run: Run) -> Fact:
             'dense': 'the guard made the sampler dense',
         }
         return Fact(value, f'{did.get(action, "the guard acted")} at step {told_steps(at)}', 'bad')
-    guard = {'none': 'no guard was set', 'unknown': 'what the guard was is unknown'}.get(
-        action, 'the guard never acted'
-    )
+    unguarded = {'none': 'no guard was set', 'unknown': 'what the guard was is unknown'}
+    guard = unguarded.get(action, 'the guard never acted')
     if isinstance(planned, int) and done < planned:
         return Fact(value, f'under way, or stopped before its end; {guard}')
-    return Fact(value, guard, '' if action in ('none', 'unknown') else 'good')
+    return Fact(value, guard, '' if action in unguarded else 'good')

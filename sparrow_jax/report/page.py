@@ -118,7 +118,7 @@ def _table(runs: Sequence[Run]) -> str:
         cells = []
         for run in runs:
             steps, values = run.values(name)
-            cells.append(f'<td>{values[-1]:.6g}</td><td>{steps[-1]}</td>' if len(values) else '<td>–</td><td>–</td>')
+            cells.append(f'<td>{values[-1]:.6g}</td><td>{steps[-1]}</td>' if len(values) else '<td>-</td><td>-</td>')
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
     under = '<th scope="col">last</th><th scope="col">step</th>' * len(runs)
     return (

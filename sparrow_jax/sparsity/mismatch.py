@@ -59,8 +59,8 @@ def lower_quantile(values: np.ndarray, quantile: float = TAIL) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TailSummary:
-    """p05, p01, mean and histogram (`tail.histogram`) of alpha over all tokens and, where a bin holds enough of them, p05
-    per bin of cached length.
+    """p05, p01, mean and histogram (`tail.histogram`) of alpha over all tokens; p05 of each bin of cached length that
+    holds enough of them.
     """
 
     p05: float
