@@ -184,11 +184,11 @@ def last(run: Run, name: str) -> float | None:
 
 
 def told_steps(steps: Sequence[int]) -> str:
-    """'3, 8 and 11', or so many of them."""
+    """'step 3', 'steps 3, 8 and 11', or some of them."""
     if len(steps) > _TOLD_STEPS:
-        return f'{steps[0]:,}, {steps[1]:,}, … {steps[-1]:,} ({len(steps)} times)'
+        return f'steps {steps[0]:,}, {steps[1]:,}, … {steps[-1]:,} ({len(steps)} times)'
     named = [f'{step:,}' for step in steps]
-    return ' and '.join([', '.join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    return f'steps {", ".join(named[:-1])} and {named[-1]}' if len(named) > 1 else f'step {named[0]}'
 
 
 def _cut(value: Any, most: int) -> str:

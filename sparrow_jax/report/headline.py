@@ -129,7 +129,7 @@ def _state(run: Run) -> Fact:
     value = f'{done:,} / {planned:,} steps' if isinstance(planned, int) else f'{done:,} steps'
     lost = [name for name in WATCHED if name in run.not_finite]
     if lost:
-        return Fact(value, f'{lost[0]} was not a finite number at steps {told_steps(run.not_finite[lost[0]])}', 'bad')
+        return Fact(value, f'{lost[0]} was not a finite number at {told_steps(run.not_finite[lost[0]])}', 'bad')
     steps, acted = run.values('guard/acted')
     at = [int(step) for step in steps[acted > 0]]
     action = str(run.setting('guard.action', 'unknown'))
@@ -139,7 +139,7 @@ def _state(run: Run) -> Fact:
             'widen': 'the guard doubled all budgets',
             'dense': 'the guard made the sampler dense',
         }
-        return Fact(value, f'{did.get(action, "the guard acted")} at step {told_steps(at)}', 'bad')
+        return Fact(value, f'{did.get(action, "the guard acted")} at {told_steps(at)}', 'bad')
     unguarded = {'none': 'no guard was set', 'unknown': 'what the guard was is unknown'}
     guard = unguarded.get(action, 'the guard never acted')
     if isinstance(planned, int) and done < planned:

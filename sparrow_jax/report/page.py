@@ -20,6 +20,7 @@ from sparrow_jax.report.logs import Run
 
 MOST_BYTES = 3_000_000  # of the file
 POINTS = 600  # of a curve; a chart is some 600 pixels wide
+LEAST_POINTS = 10
 
 _HERE = Path(__file__).parent
 
@@ -27,14 +28,16 @@ _HERE = Path(__file__).parent
 def page(runs: Sequence[Run]) -> str:
     """The report of one run, or of several that are laid over each other; at most `MOST_BYTES` in UTF-8.
 
-    Raises ValueError where even few points of each curve are too much.
+    Raises ValueError where even `LEAST_POINTS` of each curve are too much.
     """
     points, sampled_steps = POINTS, -(-SAMPLED_STEPS * 3 // (2 + len(runs)))
-    while points >= 10:
+    while points >= LEAST_POINTS:
         text = _text(runs, figures(runs, points, sampled_steps))
-        if len(text.encode()) <= MOST_BYTES:
+        size = len(text.encode())
+        if size <= MOST_BYTES:
             return text
-        points, sampled_steps = points // 2, max(sampled_steps // 2, 1)
+        share = min(0.9 * MOST_BYTES / size, 0.5)
+        points, sampled_steps = int(points * share), max(int(sampled_steps * share), 1)
     raise ValueError(f'the logs have too many different metrics for a report of {MOST_BYTES:,} bytes')
 
 
