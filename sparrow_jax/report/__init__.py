@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparrow_jax.report.logs import read_runs
-from sparrow_jax.report.page import page
+from sparrow_jax.report.page import render
 from sparrow_jax.workdir import REPORT_NAME, write_atomically
 
 
@@ -23,5 +23,5 @@ def write_report(workdirs: Sequence[str | Path], out: str | Path = '') -> Path:
     """
     runs = read_runs([str(workdir) for workdir in workdirs])
     file = Path(out).expanduser() if out else runs[0].folder / REPORT_NAME
-    write_atomically(file, page(runs))
+    write_atomically(file, render(runs))
     return file

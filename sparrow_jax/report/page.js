@@ -154,10 +154,12 @@ function timeParts(run) {
   const order = Object.keys(PARTS).filter((part) => times[part]);
   const parts = [...order, ...inside.filter((part) => !PARTS[part])].filter((part) => times[part].some((value) => value > 0));
   const halves = [run.x[0] - data.width / 2, ...run.x.map((x) => x + data.width / 2)];
+  const all = Object.keys(PARTS), others = inside.filter((part) => !PARTS[part]);
+  const colour = (part) => (PARTS[part] ? all.indexOf(part) : all.length + others.indexOf(part));
   let base = zeros;
-  return parts.map((part, i) => {
+  return parts.map((part) => {
     const top = base.map((low, k) => low + times[part][k]);
-    const found = { run: run.index, runName: '', name: PARTS[part] || part, color: `var(--part-${i % 8})`, x: run.x, edges: halves, y: times[part], value: times[part], lo: base, hi: top, look: 'area' };
+    const found = { run: run.index, runName: '', name: PARTS[part] || part, color: `var(--part-${colour(part) % 8})`, x: run.x, edges: halves, y: times[part], value: times[part], lo: base, hi: top, look: 'area' };
     base = top;
     return found;
   });

@@ -25,7 +25,7 @@ LEAST_POINTS = 10
 _HERE = Path(__file__).parent
 
 
-def page(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run]) -> str:
     """The report of one run, or of several that are laid over each other; at most `MOST_BYTES` in UTF-8.
 
     Raises ValueError where even `LEAST_POINTS` of each curve are too much.
