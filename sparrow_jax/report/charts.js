@@ -113,20 +113,22 @@ function chart(parent, spec) {
   return { figure, draw, spec };
 }
 
+// What colours and shapes mean: with several runs each run once, then each kind of line once.
 function fillKeys(keys, lines, several) {
-  const seen = new Set();
-  keys.replaceChildren();
+  const runs = new Map(), kinds = new Map();
   for (const line of lines) {
-    const name = several && line.runName ? `${line.runName}: ${line.name}` : line.name;
-    if (seen.has(name)) continue;
-    seen.add(name);
-    const svg = shape('svg', { viewBox: '0 0 22 10', 'aria-hidden': 'true' });
-    if (line.look === 'area' || line.look === 'bars') svg.append(shape('rect', { x: 3, y: 0, width: 16, height: 10, rx: 2 }, { fill: line.color, opacity: line.look === 'bars' ? 0.55 : 1 }));
-    else if (line.look !== 'points') svg.append(shape('path', { d: 'M1 5H21' }, stroke(line)));
-    if (line.look === 'points') svg.append(diamond(11, 5, line));
-    keys.append(make('li', {}, svg, name));
+    if (several && line.runName) runs.set(line.runName, { ...line, look: 'area' });
+    if (!kinds.has(line.name)) kinds.set(line.name, several && line.runName ? { ...line, color: 'var(--dim)' } : line);
   }
-  keys.hidden = seen.size < 2 && !several;
+  const shown = [...runs, ...(runs.size && kinds.size < 2 ? [] : kinds)];
+  keys.replaceChildren(...shown.map(([name, line]) => {
+    const svg = shape('svg', { viewBox: '0 0 22 10', 'aria-hidden': 'true' });
+    if (line.look === 'area' || line.look === 'bars') svg.append(shape('rect', { x: 5, y: 0, width: 12, height: 10, rx: 2 }, { fill: line.color, opacity: line.look === 'bars' ? 0.55 : 1 }));
+    else if (line.look === 'points') svg.append(diamond(11, 5, line));
+    else svg.append(shape('path', { d: 'M1 5H21' }, stroke(line)));
+    return make('li', {}, svg, name);
+  }));
+  keys.hidden = shown.length < 2 && !several;
 }
 
 const stroke = (line) => ({ stroke: line.color, strokeWidth: line.faint ? 1.3 : 2, strokeDasharray: line.dash || 'none', opacity: line.faint ? 0.75 : 1, fill: 'none', strokeLinejoin: 'round' });

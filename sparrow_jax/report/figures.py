@@ -13,7 +13,7 @@ from sparrow_jax.sparsity.tail import CELLS, TAIL_TOP, fit_beta_tail, gap_edges
 RECENT = 10  # measured steps that "lately" means
 TAIL_BARS = 20  # of the tail's histogram
 SAMPLED_STEPS = 12  # whose answers are shown, of all runs together at most three times as many
-SAMPLES_A_STEP = 8
+SAMPLES_A_STEP = 8  # of all runs together
 PROMPT_CHARACTERS = 2000
 COMPLETION_CHARACTERS = 4000
 _TOLD_STEPS = 8  # that are named one by one
@@ -31,10 +31,11 @@ def figures(runs: Sequence[Run], points: int, sampled_steps: int = SAMPLED_STEPS
     """
     longest = max(int(run.steps[-1] - run.steps[0]) + 1 for run in runs)
     width = -(-longest // points)
-    return {'width': width, 'runs': [_run_figures(run, width, sampled_steps) for run in runs]}
+    answers = -(-SAMPLES_A_STEP // len(runs))
+    return {'width': width, 'runs': [_run_figures(run, width, sampled_steps, answers) for run in runs]}
 
 
-def _run_figures(run: Run, width: int, sampled_steps: int) -> dict[str, Any]:
+def _run_figures(run: Run, width: int, sampled_steps: int, answers: int) -> dict[str, Any]:
     # The buckets' steps are shared by all curves; one whose metrics are rare has gaps.
     bucket = run.steps // width
     first = np.concatenate([[True], bucket[1:] != bucket[:-1]])
@@ -51,7 +52,7 @@ def _run_figures(run: Run, width: int, sampled_steps: int) -> dict[str, Any]:
         'budgets': [[low, high, name] for low, high, name in bins(run, BUDGET_BIN)],
         'alpha': alpha_figures(run),
         'evaluations': evaluations(run),
-        'samples': samples(run, sampled_steps),
+        'samples': samples(run, sampled_steps, answers),
     }
 
 
@@ -140,13 +141,13 @@ def _tail_bars(counts_X: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.diff(reached) / max(reached[-1], 1)
 
 
-def samples(run: Run, most_steps: int) -> list[dict[str, Any]]:
-    """Answers of steps spread evenly over the run, the first and the last among them."""
+def samples(run: Run, most_steps: int, of_step: int) -> list[dict[str, Any]]:
+    """At most so many answers of each of some steps, which spread evenly from the first to the last."""
     steps = sorted(run.samples.begins)
     places = np.unique(np.linspace(0, len(steps) - 1, min(most_steps, len(steps))).round().astype(int))
     shown = []
     for step in (steps[i] for i in places):
-        for row in run.samples.rows(step, SAMPLES_A_STEP):
+        for row in run.samples.rows(step, of_step):
             shown.append(
                 {
                     'step': step,

@@ -40,7 +40,11 @@ def cards(runs: Sequence[Run]) -> list[Card]:
         ('Held-out accuracy', 'Right answers of the dense policy to problems that it was not trained on.', _accuracy),
         ('Reward in training', 'Of answers by the sampler, from which the policy learns.', _reward),
         ('Loss in training', 'Of worked solutions, per token.', _loss),
-        ('p05 of alpha', 'Agreement of sampler and policy where it is worst: one token in twenty is below.', _p05),
+        (
+            'p05 of alpha',
+            'Agreement of sampler and policy where it is worst, lately: one token in twenty is below.',
+            _p05,
+        ),
         ('KV cache read', 'Bytes that the sampler reads, of what a dense one would.', _read),
         ('Sampling speed', 'Sampled tokens a second, of all devices together.', _speed),
         ('Response length', 'Tokens of an answer in training.', _length),

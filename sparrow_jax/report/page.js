@@ -78,21 +78,26 @@ const P05 = { label: 'p05 of alpha', most: 1, read: (value) => number(value, 6) 
 apart({
   title: 'p05 by step', y: P05, rules: targets((y) => ({ y })),
   text: 'Of all sampled tokens of a step. The floor is what numerical differences alone cost, with a dense sampler: nothing gets above it.',
-  lines: ofAll(['sparse/alpha_p05', 'p05'], ['sparse/alpha_p01', 'p01, the lowest 1%', { faint: true, dash: '2 3' }], ['sparse/alpha_floor_p05', 'floor', { look: 'points', hollow: true }]),
+  lines: ofAll(['sparse/alpha_p05', 'p05'], ['sparse/alpha_floor_p05', 'floor', { look: 'points', hollow: true }]),
 });
 const spanned = ([first, last]) => (first === last ? `step ${number(first)}` : `steps ${number(first)} to ${number(last)}`);
 apart({
   title: 'p05 by length', y: P05, rules: targets((y) => ({ y })), smooth: false, x: { label: 'cached tokens', zero: true },
-  text: 'How far sampler and policy are apart where a sequence has grown so long: thin at the beginning of the run, thick at its end.',
+  text: 'How well sampler and policy agree where a sequence has grown so long: dashed at the beginning of the run, solid at its end.',
   at: (x) => { const bin = data.runs.flatMap((run) => run.lengths?.bins || []).find(([low, high]) => (low + high) / 2 === x); return `${number(bin[0])} to ${number(bin[1])} cached tokens`; },
   lines: data.runs.flatMap((run) => {
     const lengths = run.lengths;
     if (!lengths) return [];
     const bar = { run: run.index, runName: several ? run.name : '', color: run.color, look: 'step', x: lengths.bins.map(([low, high]) => (low + high) / 2), edges: edgesOf(lengths.bins) };
-    return [...(lengths.first ? [{ ...bar, name: spanned(lengths.first_steps), y: lengths.first, faint: true, dash: '4 3' }] : []), { ...bar, name: spanned(lengths.last_steps), y: lengths.last }];
+    return [...(lengths.first ? [{ ...bar, name: several ? 'first steps' : spanned(lengths.first_steps), y: lengths.first, faint: true, dash: '4 3' }] : []), { ...bar, name: several ? 'last steps' : spanned(lengths.last_steps), y: lengths.last }];
   }),
 });
 function edgesOf(bins) { return [...bins.map(([low]) => low), bins.at(-1)[1]]; }
+apart({
+  title: 'p01 by step', y: { ...P05, label: 'p01 of alpha' },
+  text: 'The value that 1% of the tokens lie below. Where no wrong token is forgiven, as in the digits of a sum, it says more than p05.',
+  lines: ofAll(['sparse/alpha_p01', 'p01']),
+});
 
 const measured = data.runs.filter((run) => run.alpha);
 const beta = measured.filter((run) => run.alpha.fit).map(({ name, alpha }) => `${several ? `${name}: ` : ''}Beta(${number(alpha.a, 3)}, ${number(alpha.b, 3)}), KS distance ${number(alpha.ks, 2)}, ${percent(alpha.share)} of ${number(alpha.tokens)} tokens`);
@@ -112,7 +117,7 @@ apart({
   text: 'How many tokens are at least so far from full agreement. A curve that stays below 5% at the target holds it.',
   rules: [{ y: 0.05, text: '5%: p05 is where the curve crosses', early: true, under: true }, ...targets((target) => ({ x: Math.max(1 - target, 1e-6) }))],
   at: (x) => `1 − alpha at least ${number(x, 3)}`,
-  lines: measured.map((run) => ({ run: run.index, runName: several ? run.name : '', name: `tokens, ${spanned(run.alpha.steps)}`, color: run.color, x: run.alpha.gap, y: run.alpha.further.map((share) => (share >= 1e-4 ? share : null)), look: 'line' })),
+  lines: measured.map((run) => ({ run: run.index, runName: several ? run.name : '', name: several ? 'tokens' : `tokens, ${spanned(run.alpha.steps)}`, color: run.color, x: run.alpha.gap, y: run.alpha.further.map((share) => (share >= 1e-4 ? share : null)), look: 'line' })),
 });
 
 const cost = section('Budgets and cost', 'What sparsity saves: pages of the KV cache that a token may read, what that comes to in bytes, and where the time of a step goes.');
