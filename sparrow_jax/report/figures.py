@@ -12,7 +12,7 @@ from sparrow_jax.sparsity.tail import CELLS, TAIL_TOP, fit_beta_tail, gap_edges
 
 RECENT = 10  # measured steps that "lately" means
 TAIL_BARS = 20  # of the tail's histogram
-SAMPLED_STEPS = 12  # whose answers are shown, of all runs together at most three times as many
+SAMPLED_STEPS = 12  # of each run, whose answers are shown
 SAMPLES_A_STEP = 8  # of all runs together
 PROMPT_CHARACTERS = 2000
 COMPLETION_CHARACTERS = 4000

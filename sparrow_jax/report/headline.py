@@ -42,7 +42,7 @@ def cards(runs: Sequence[Run]) -> list[Card]:
         ('Loss in training', 'Of worked solutions, per token.', _loss),
         (
             'p05 of alpha',
-            'Agreement of sampler and policy where it is worst, lately: one token in twenty is below.',
+            'Agreement of sampler and policy where it is worst, lately; 5% of the tokens are below.',
             _p05,
         ),
         ('KV cache read', 'Bytes that the sampler reads, of what a dense one would.', _read),

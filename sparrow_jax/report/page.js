@@ -93,17 +93,11 @@ apart({
   }),
 });
 function edgesOf(bins) { return [...bins.map(([low]) => low), bins.at(-1)[1]]; }
-apart({
-  title: 'p01 by step', y: { ...P05, label: 'p01 of alpha' },
-  text: 'The value that 1% of the tokens lie below. Where no wrong token is forgiven, as in the digits of a sum, it says more than p05.',
-  lines: ofAll(['sparse/alpha_p01', 'p01']),
-});
-
 const measured = data.runs.filter((run) => run.alpha);
 const beta = measured.filter((run) => run.alpha.fit).map(({ name, alpha }) => `${several ? `${name}: ` : ''}Beta(${number(alpha.a, 3)}, ${number(alpha.b, 3)}), KS distance ${number(alpha.ks, 2)}, ${percent(alpha.share)} of ${number(alpha.tokens)} tokens`);
 apart({
   title: 'The tail of alpha', smooth: false, x: { label: 'alpha', domain: [0, 1] }, y: { label: 'share of the tail', zero: true, format: percent },
-  text: `Tokens below 0.999, lately, and the Beta distribution that fits them best (dashed). ${beta.join('; ')}.`,
+  text: `Tokens below 0.999, lately, and the Beta distribution that fits them best (dashed); the KS distance is the largest difference between the shares of both below any alpha. ${beta.join('; ')}.`,
   at: (x) => { const width = measured[0].alpha.edges[1] / 2; return `alpha ${number(x - width, 3)} to ${number(x + width, 3)}`; },
   lines: measured.flatMap((run) => {
     const { edges, bars, fit } = run.alpha, x = edges.slice(1).map((edge, i) => (edge + edges[i]) / 2);
@@ -118,6 +112,11 @@ apart({
   rules: [{ y: 0.05, text: '5%: p05 is where the curve crosses', early: true, under: true }, ...targets((target) => ({ x: Math.max(1 - target, 1e-6) }))],
   at: (x) => `1 − alpha at least ${number(x, 3)}`,
   lines: measured.map((run) => ({ run: run.index, runName: several ? run.name : '', name: several ? 'tokens' : `tokens, ${spanned(run.alpha.steps)}`, color: run.color, x: run.alpha.gap, y: run.alpha.further.map((share) => (share >= 1e-4 ? share : null)), look: 'line' })),
+});
+apart({
+  title: 'p01 by step', y: { ...P05, label: 'p01 of alpha' },
+  text: 'The value that 1% of the tokens lie below. Where no wrong token is forgiven, as in the digits of a sum, it says more than p05.',
+  lines: ofAll(['sparse/alpha_p01', 'p01']),
 });
 
 const cost = section('Budgets and cost', 'What sparsity saves: pages of the KV cache that a token may read, what that comes to in bytes, and where the time of a step goes.');

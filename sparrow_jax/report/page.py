@@ -30,7 +30,7 @@ def render(runs: Sequence[Run]) -> str:
 
     Raises ValueError where even `LEAST_POINTS` of each curve are too much.
     """
-    points, sampled_steps = POINTS, -(-SAMPLED_STEPS * 3 // (2 + len(runs)))
+    points, sampled_steps = POINTS, SAMPLED_STEPS
     while points >= LEAST_POINTS:
         text = _text(runs, figures(runs, points, sampled_steps))
         size = len(text.encode())
