@@ -1,7 +1,7 @@
 """From the logs of a run to one HTML page: reward, length, agreement of sampler and policy, cost, answers.
 
 `logs` reads what is there, `figures` turns it into what is drawn, `headline` into a few numbers, `page` writes it down;
-`charts.js` draws, `page.js` says what. Nothing here needs JAX.
+`charts.js` and `readout.js` draw, `page.js` says what, `controls.js` lets a reader choose. Nothing here needs JAX.
 """
 
 from collections.abc import Sequence

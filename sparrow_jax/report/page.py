@@ -23,6 +23,7 @@ POINTS = 600  # of a curve; a chart is some 600 pixels wide
 LEAST_POINTS = 10
 
 _HERE = Path(__file__).parent
+_SCRIPTS = ('charts.js', 'readout.js', 'page.js', 'controls.js')  # later ones use what earlier ones define
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -42,7 +43,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _text(runs: Sequence[Run], drawn: dict[str, Any]) -> str:
-    script = ''.join((_HERE / name).read_text('utf-8') for name in ('charts.js', 'page.js'))
+    script = '\n'.join((_HERE / name).read_text('utf-8') for name in _SCRIPTS)
     style = (_HERE / 'page.css').read_text('utf-8')
     names = ', '.join(run.name for run in runs)
     # A lone surrogate, which JSON can name, has no UTF-8.
