@@ -47,7 +47,7 @@ def _run_figures(run: Run, width: int, sampled_steps: int, answers: int) -> dict
         'target': run.setting('controller.target_p05'),
         'correct': run.setting('reward.correct_threshold'),
         'steps': [[int(run.steps[a]), int(run.steps[b])] for a, b in zip(starts, ends, strict=True)],
-        'series': {name: _curve(values, starts, width) for name, values in sorted(run.metrics.items())},
+        'series': {name: _curve(name, values, starts, width) for name, values in sorted(run.metrics.items())},
         'lengths': by_length(run),
         'budgets': [[low, high, name] for low, high, name in bins(run, BUDGET_BIN)],
         'alpha': alpha_figures(run),
@@ -56,8 +56,10 @@ def _run_figures(run: Run, width: int, sampled_steps: int, answers: int) -> dict
     }
 
 
-def _curve(values: np.ndarray, starts: np.ndarray, width: int) -> dict[str, list[float | None]]:
+def _curve(name: str, values: np.ndarray, starts: np.ndarray, width: int) -> dict[str, list[float | None]]:
     """Mean of each bucket and, where one holds several steps, the least and the greatest in it."""
+    if width > 1 and name.startswith('timing_s/'):
+        values = np.nan_to_num(values)  # what a step did not do took it no time: else a rare evaluation would look long
     there = np.isfinite(values)
     count = np.add.reduceat(there.astype(int), starts)
     total = np.add.reduceat(np.where(there, values, 0), starts)

@@ -19,7 +19,7 @@ from sparrow_jax.report.headline import Card, cards
 from sparrow_jax.report.logs import Run
 
 MOST_BYTES = 3_000_000  # of the file
-POINTS = 600  # of a curve; a chart is some 600 pixels wide
+POINTS = 400  # of a curve; a chart is some 500 pixels wide
 LEAST_POINTS = 10
 
 _HERE = Path(__file__).parent

@@ -219,11 +219,13 @@ def test_a_long_run_is_drawn_in_few_points_between_extremes(tmp_path):
     folder = write_run(tmp_path / 'long', rows=rows, samples=[])
     drawn = data_of(write_report([folder]))
     series = drawn['runs'][0]['series']['critic/score/mean']
-    assert drawn['width'] == 3
-    assert len(series['v']) == 601  # buckets begin at multiples of three
-    place = drawn['runs'][0]['steps'].index([777, 779])
-    assert (series['v'][place], series['lo'][place], series['hi'][place]) == (pytest.approx(1 / 3, rel=1e-4), 0, 1)
-    assert 'Curves show means over 3 steps' in (folder / 'report.html').read_text('utf-8')
+    assert drawn['width'] == 5
+    assert len(series['v']) == 361  # buckets begin at multiples of five
+    place = drawn['runs'][0]['steps'].index([775, 779])
+    assert [series[part][place] for part in ('v', 'lo', 'hi')] == [0.2, 0, 1]
+    # An evaluation of 30 s every ten steps.
+    assert drawn['runs'][0]['series']['timing_s/testing']['v'][:4] == [0, 0, 6, 0]
+    assert 'Curves show means over 5 steps' in (folder / 'report.html').read_text('utf-8')
 
 
 def test_the_page_stays_small_whatever_the_logs(tmp_path, monkeypatch):
@@ -237,7 +239,7 @@ def test_the_page_stays_small_whatever_the_logs(tmp_path, monkeypatch):
     file = write_report(folders)
     assert 100_000 < file.stat().st_size <= 400_000
     drawn = data_of(file)
-    assert drawn['width'] > 3
+    assert drawn['width'] > 4
     assert all(one['series'].keys() >= set(names) for one in drawn['runs'])
     assert '26,000 characters left out' in drawn['runs'][0]['samples'][0]['completion']
 
