@@ -43,9 +43,8 @@ def _run_figures(run: Run, width: int, sampled_steps: int, answers: int) -> dict
     ends = np.concatenate([starts[1:], [len(run.steps)]]) - 1
     return {
         'name': run.name,
-        'kind': run.setting('schedule.kind', ''),
-        'target': run.setting('controller.target_p05'),
-        'correct': run.setting('reward.correct_threshold'),
+        'target': _number(run.setting('controller.target_p05')),
+        'correct': _number(run.setting('reward.correct_threshold')),
         'steps': [[int(run.steps[a]), int(run.steps[b])] for a, b in zip(starts, ends, strict=True)],
         'series': {name: _curve(name, values, starts, width) for name, values in sorted(run.metrics.items())},
         'lengths': by_length(run),

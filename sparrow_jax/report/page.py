@@ -80,7 +80,7 @@ def _facts(i: int, run: Run) -> str:
     source = run.setting('model.path') or ('random weights' if run.config else '')
     kind = run.setting('schedule.kind')
     said = [
-        run.setting('phase') and {'rl': 'reinforcement learning'}.get(run.setting('phase'), run.setting('phase')),
+        {'rl': 'reinforcement learning', 'supervised': 'supervised training'}.get(str(run.setting('phase'))),
         source and f'from {source}',
         run.setting('data.source') and f'on {run.setting("data.source")}',
         kind and ('dense sampler' if kind == 'dense' else f'{kind} schedule'),

@@ -171,7 +171,8 @@ def test_lines_that_are_no_rows_are_counted_and_left_out(tmp_path):
 
 def test_values_of_any_kind_do_no_harm(tmp_path):
     odd = {'text': 'x', 'flag': True, 'list': [1], 'large': 10**400, 'infinite': float('inf'), '</script><b>': 1.5}
-    folder = write_run(tmp_path / 'run', rows=[row(1, **odd), row(2)])
+    settings = {'steps': '9', 'phase': ['rl'], 'controller': {'target_p05': float('nan')}, 'guard': 3, 'schedule': None}
+    folder = write_run(tmp_path / 'run', rows=[row(1, **odd), row(2)], config=settings)
     lines(folder / 'alpha_histogram.jsonl', [{'step': 1, 'tokens': 'many'}, {'step': 2, 'tokens': [1, 2]}])
     lines(folder / 'evaluation.jsonl', [{'step': 1, 'sampler': ['?']}, {'step': 1, 'sampler': 'x', 'x/accuracy': 'y'}])
     drawn = data_of(write_report([folder]))['runs'][0]
