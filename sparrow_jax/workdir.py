@@ -28,7 +28,7 @@ LOCK_NAME = '.lock'
 
 # A resumed run may change these: how long it goes on and what ends it, what it writes, and where it computes, but never
 # what a step computes (under an adaptive schedule the number of data shards decides which sequences are measured).
-MAY_CHANGE_ON_RESUME = ('steps', 'guard', 'log', 'checkpoint', 'parallel')
+MAY_CHANGE_ON_RESUME = ('steps', 'guard', 'log', 'checkpoint', 'parallel', 'calibrate')
 
 _held: set[Path] = set()  # folders locked by this process: POSIX locks do not exclude a process from itself
 

@@ -38,8 +38,8 @@ def sparse_prefill(
 
     Query t reads the reserved pages and the budget[t] best others of the ceil((t + 1) / C) pages there were when its
     token was the newest, by the policy's score (by default the mean over the group's query heads of q . landmark, in
-    float32); equal scores: the lower page. o[t] = softmax(q[t] . k / sqrt(A)) v over their tokens up to t (Sparrow, section on DistillSparse: the
-    teacher-forced sparse pass).
+    float32); equal scores: the lower page. o[t] = softmax(q[t] . k / sqrt(A)) v over their tokens up to t (Sparrow,
+    section on DistillSparse: the teacher-forced sparse pass).
 
     Args:
         q_BTHA: queries after RoPE and QK-norm, unscaled. A row holds one sequence from its start.
