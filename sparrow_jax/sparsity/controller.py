@@ -20,10 +20,9 @@ from jax import lax
 from sparrow_jax.sparsity import belief as beliefs
 from sparrow_jax.sparsity.belief import Belief
 from sparrow_jax.sparsity.mismatch import TAIL
+from sparrow_jax.sparsity.tail import CELLS, LEAST_GAP, gap_edges
 
 _BIN_STATE = ('budget_Z', 'moves_Z', 'p05_Z')
-CELLS = 512  # of the histogram; one is 2.7% of 1 - alpha
-LEAST_GAP = 1e-6  # 1 - alpha below this counts as this
 LEAST_BUDGET = 0.5  # pages, as far as logarithms go
 
 
@@ -225,7 +224,7 @@ def tail(counts: Counts, control: Control) -> Tail:
     rank_Z = jnp.floor(TAIL * jnp.maximum(tokens_Z - 1, 0)).astype(jnp.int32)
     reach_ZX = jnp.cumsum(counts.histogram_ZX[:, ::-1], axis=1)
     place_Z = CELLS - 1 - jnp.argmax(reach_ZX > rank_Z[:, None], axis=1)
-    p05_Z = jnp.where(tokens_Z > 0, 1 - jnp.asarray(_edges(), jnp.float32)[place_Z + 1], jnp.nan)
+    p05_Z = jnp.where(tokens_Z > 0, 1 - jnp.asarray(gap_edges(), jnp.float32)[place_Z + 1], jnp.nan)
 
     open_ = _clusters(counts.open_tokens_PZ, counts.open_below_PZ)
     finished = counts.sequences_Z, counts.tokens_Z, counts.below_Z, counts.pairs_Z3
@@ -284,11 +283,6 @@ def cell(alpha: jax.Array) -> jax.Array:
     gap = jnp.clip(1 - alpha, LEAST_GAP, 1)
     place = jnp.floor((jnp.log(gap) / -math.log(LEAST_GAP) + 1) * CELLS)
     return jnp.clip(place, 0, CELLS - 1).astype(jnp.int32)
-
-
-def _edges() -> np.ndarray:
-    """1 - alpha at the edges of the cells, [CELLS + 1]."""
-    return LEAST_GAP ** (1 - np.arange(CELLS + 1) / CELLS)
 
 
 def _clusters(tokens_PZ: jax.Array, below_PZ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
