@@ -31,6 +31,27 @@ def kv_read_fraction(schedule: Schedule, layers: int, length_tokens: np.ndarray,
     return float((dense * pages.sum() + (layers - dense) * sparse_layer) / (layers * pages.sum()))
 
 
+def kv_bytes_per_token(
+    schedule: Schedule, *, layers: int, kv_heads: int, head_dim: int, value_bytes: int, length_tokens: np.ndarray
+) -> float:
+    """Bytes of pages and landmarks that a decode step reads for one sequence, all layers, mean over these lengths.
+
+    Arguments as in `decode_step_bytes`; length_tokens: int [tokens]. NaN for no tokens.
+    """
+    if not length_tokens.size:
+        return float('nan')
+    pages = -(-length_tokens.astype(np.int64) // schedule.page_tokens)
+    dense = layers * pages.mean() * kv_heads * schedule.page_tokens * 2 * head_dim * value_bytes
+    return float(dense * kv_read_fraction(schedule, layers, length_tokens, pages_read(schedule, length_tokens)))
+
+
+def pages_read(schedule: Schedule, length_tokens: np.ndarray) -> np.ndarray:
+    """int64 [tokens]: pages that a sparse layer reads at these lengths, reserved ones included."""
+    budget_Z = np.asarray(schedule.budget_pages, np.int64)
+    budget = budget_Z[np.minimum(length_tokens // schedule.bin_width_tokens, len(budget_Z) - 1)]
+    return np.minimum(budget + schedule.reserved_pages, -(-length_tokens.astype(np.int64) // schedule.page_tokens))
+
+
 def decode_step_bytes(
     schedule: Schedule,
     *,

@@ -7,7 +7,7 @@ sampler as a small array: budgets are values, so changing them compiles nothing.
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ FILE_FIELDS = (
     'dense_layers',
     'budget_pages',
 )
+CALIBRATION_FIELD = 'calibration'  # of a file that `sparrow_jax.calibrate` wrote: what its budgets were found with
 POLICY_FIELD = 'policy'  # of a file, too: budgets found under one policy say nothing about another
 
 
@@ -183,6 +184,48 @@ def _check_policy(config: ScheduleConfig, policy: Any, name: str) -> None:
     if policy != config.policy:
         raise ConfigError(
             f'schedule.policy={config.policy!r}: the budgets of {name} were found with {policy!r}; set it to that'
+        )
+
+
+def check_calibration(
+    config: ScheduleConfig, *, model: str, model_hash: Callable[[], str], dtype: str, temperature: float
+) -> None:
+    """Refuses a calibrated file whose budgets were found with something else than the run has.
+
+    A file without the field 'calibration' says nothing of that, and is taken as it is.
+
+    Args:
+        config: which file, if any.
+        model: of the run, for the sentence; model_hash: makes its hash, where a file asks for one.
+        dtype, temperature: that the run samples with.
+
+    Raises:
+        ConfigError: another model, dtype or temperature.
+    """
+    if 'file' not in (config.kind, config.start if config.kind == 'adaptive' else ''):
+        return
+    name = f'schedule.path={config.path}'
+    facts = _from_file(Path(config.path)).get(CALIBRATION_FIELD)
+    if facts is None:
+        return
+    wanted = ('model', 'model_hash', 'dtype', 'temperature')
+    if not isinstance(facts, Mapping) or (missing := [field for field in wanted if field not in facts]):
+        which = f'; {missing[0]} is missing' if isinstance(facts, Mapping) else ''
+        raise ConfigError(f'{name}: {CALIBRATION_FIELD} must be an object with {", ".join(wanted)}{which}')
+    anew = 'or calibrate anew (python -m sparrow_jax.calibrate)'
+    for field, have, found in (
+        ('model.compute_dtype', dtype, facts['dtype']),
+        ('rollout.temperature', temperature, facts['temperature']),
+    ):
+        if have != found:
+            raise ConfigError(
+                f'{field}={have!r}: the budgets of {name} were found with {found!r}; set it to that, {anew}'
+            )
+    if (own := model_hash()) != facts['model_hash']:
+        raise ConfigError(
+            f'{name}: its budgets were found on another model ({facts["model"]}, hash {facts["model_hash"]!s:.12}) than '
+            f'this run begins with ({model}, hash {own:.12}); calibrate this one (python -m sparrow_jax.calibrate), or '
+            f'take {CALIBRATION_FIELD!r} out of the file to use them all the same'
         )
 
 
