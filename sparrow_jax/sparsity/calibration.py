@@ -79,26 +79,27 @@ def mean_estimate(values: np.ndarray, sequence: np.ndarray) -> Estimate:
     return Estimate(mean, mean - ERRORS * error, mean + ERRORS * error)
 
 
+def bin_tails(tokens: Tokens, bin_width_tokens: int, min_count: int) -> list[Estimate | None]:
+    """p05 of each length bin up to the longest; None for fewer than `min_count` tokens, or those of one sequence."""
+    parts = _by_bin(tokens, bin_width_tokens)
+    return [quantile_estimate(part.alpha, part.sequence, TAIL) if _enough(part, min_count) else None for part in parts]
+
+
 def statistics(tokens: Tokens, bin_width_tokens: int, min_count: int) -> dict[str, Any]:
     """Of all tokens and of each length bin up to the longest, as a JSON object.
 
-    A bin with fewer than `min_count` tokens, or with those of a single sequence, has its counts but no 'enough'.
+    'enough' says whether there are `min_count` tokens, of more than one sequence.
     """
-    bin_ = tokens.length // bin_width_tokens
-    bins = range(int(bin_.max()) + 1 if bin_.size else 0)
 
     def of(part: Tokens) -> dict[str, Any]:
         sequences = np.unique(part.sequence).size
         described = {name: _described(getattr(part, name), part.sequence) for name in ESTIMATES} if sequences else {}
-        enough = part.length.size >= min_count and sequences > 1
+        enough = _enough(part, min_count)
         return {'tokens': int(part.length.size), 'sequences': sequences, 'enough': enough, **described}
 
-    return {
-        'all': of(tokens),
-        'bins': [
-            {'from': z * bin_width_tokens, 'to': (z + 1) * bin_width_tokens, **of(tokens.of(bin_ == z))} for z in bins
-        ],
-    }
+    edges = lambda z: {'from': z * bin_width_tokens, 'to': (z + 1) * bin_width_tokens}
+    bins = [{**edges(z), **of(part)} for z, part in enumerate(_by_bin(tokens, bin_width_tokens))]
+    return {'all': of(tokens), 'bins': bins}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,15 @@ def raised(choice: Choice, budget_R: Sequence[int], missed: Sequence[int]) -> Ch
     budget_Z = [int(b) for b in np.maximum.accumulate(budget_Z)]
     full = {z for z in missed if budget_Z[z] == EVERY_PAGE}
     return dataclasses.replace(choice, budget_Z=tuple(budget_Z), unmet=tuple(sorted({*choice.unmet, *full})))
+
+
+def _by_bin(tokens: Tokens, bin_width_tokens: int) -> list[Tokens]:
+    bin_ = tokens.length // bin_width_tokens
+    return [tokens.of(bin_ == z) for z in range(int(bin_.max()) + 1 if bin_.size else 0)]
+
+
+def _enough(part: Tokens, min_count: int) -> bool:
+    return part.length.size >= min_count and np.unique(part.sequence).size > 1
 
 
 def _described(values: np.ndarray, sequence: np.ndarray) -> dict[str, Any]:

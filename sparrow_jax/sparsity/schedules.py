@@ -223,9 +223,9 @@ def check_calibration(
             )
     if (own := model_hash()) != facts['model_hash']:
         raise ConfigError(
-            f'{name}: its budgets were found on another model ({facts["model"]}, hash {facts["model_hash"]!s:.12}) than '
-            f'this run begins with ({model}, hash {own:.12}); calibrate this one (python -m sparrow_jax.calibrate), or '
-            f'take {CALIBRATION_FIELD!r} out of the file to use them all the same'
+            f'{name}: its budgets were found on another model ({facts["model"]}, hash {facts["model_hash"]!s:.12}) '
+            f'than this run begins with ({model}, hash {own:.12}); calibrate it (python -m sparrow_jax.calibrate), '
+            f'or take {CALIBRATION_FIELD!r} out of the file to use them all the same'
         )
 
 

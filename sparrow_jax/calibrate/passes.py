@@ -17,7 +17,7 @@ from flax import nnx
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.assembly import Parts
-from sparrow_jax.calibrate_contexts import Contexts
+from sparrow_jax.calibrate.contexts import Contexts
 from sparrow_jax.config import ConfigError
 from sparrow_jax.learner.heads import token_acceptance
 from sparrow_jax.learner.rows import RowLayout
@@ -73,7 +73,7 @@ class Passes:
         self._dense = self._jit(functools.partial(_dense, graph, attention))
         self._compare = self._jit(functools.partial(_compare, graph, head))
         self._measure = functools.partial(_measure, graph, attention, head, mesh, self.kernels)
-        self._sparse: dict[tuple, Any] = {}
+        self._sparse: dict[Schedule, Any] = {}  # of all but the budgets
 
     def dense(self, contexts: Contexts, on_rows: OnRows) -> list[np.ndarray]:
         """The dense policy's final hidden states, of each batch [B, T, D]; what the methods below compare with."""
@@ -158,7 +158,7 @@ def _measure(
     dense_BTD,
     budget_Z,
 ) -> tuple[jax.Array, jax.Array]:
-    """Alphas between a sparse pass and the dense one. schedule: its layers, pages and policy; its budgets are values."""
+    """Alphas between a sparse pass and the dense one. Of the schedule all but the budgets is used; these are values."""
     decoder = nnx.merge(graphdef, params)
     position_T = jnp.arange(batch.token_BT.shape[1], dtype=jnp.int32)
     budget_T = budget_for_length(budget_Z, position_T + 1, schedule.bin_width_tokens)

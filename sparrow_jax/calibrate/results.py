@@ -15,14 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from sparrow_jax.calibrate_contexts import Contexts
-from sparrow_jax.config import ConfigError, differing_fields
+from sparrow_jax.calibrate.contexts import Contexts
+from sparrow_jax.config import ConfigError, RunConfig, differing_fields
 from sparrow_jax.json_files import read_object
 from sparrow_jax.sparsity.calibration import Tokens
 from sparrow_jax.workdir import empty_folder, write_atomically
 
 FILE, SCHEDULE = 'calibration.json', 'schedule.json'
 CONTEXTS, MEASURED, SCHEDULES = 'contexts', 'measured', 'schedules'
+
+HOW = {
+    'dense_samples': (
+        'one teacher-forced sparse pass a budget over sequences that the dense policy sampled: exact for their '
+        'contexts; a sparse sampler would come to slightly different ones'
+    ),
+    'texts': 'one teacher-forced sparse pass a budget over given texts: exact for their contexts',
+    'sparse_samples': 'sampled anew by the sparse sampler at every budget, then scored by the dense policy',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +45,11 @@ class Point:
     @property
     def name(self) -> str:
         return f'{self.policy}_page{self.page_tokens}_{f"budget{self.budget_tokens}" if self.budget_tokens else "all"}'
+
+
+def origin(run: RunConfig) -> str:
+    """A key of `HOW`."""
+    return 'texts' if run.calibrate.texts else run.calibrate.contexts
 
 
 class Results:

@@ -75,7 +75,7 @@ def _line(axis: Any, bins: Sequence[Mapping[str, Any]], colour: Any, name: str, 
 
 def _cost(plt: Any, found: Mapping[str, Any]) -> Any:
     groups = {key: [p for p in points if not p['every_page']] for key, points in _groups(found).items()}
-    longest = max((p['bins'] for points in groups.values() for p in points), key=len, default=[])
+    longest: Sequence[Any] = max((p['bins'] for points in groups.values() for p in points), key=len, default=[])
     known = [z for z, b in enumerate(longest) if b['enough']]
     if not known:
         return None
