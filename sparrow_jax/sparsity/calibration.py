@@ -54,16 +54,19 @@ class Estimate:
 
 def quantile_estimate(values: np.ndarray, sequence: np.ndarray, quantile: float) -> Estimate:
     """A quantile by the rule "lower", with its interval (Woodruff's): the quantiles at q - e and q + e, e being
-    `ERRORS` standard errors of the share of values below the estimate.
+    `ERRORS` standard errors of the share of values up to the estimate.
 
-    With sequences s of n_s values, k_s of them below, and the share p = sum k / sum n, the variance of p is
-    S / (S - 1) sum (k_s - p n_s)^2 / (sum n)^2, as in `controller.tail`.
+    With S sequences of n_s values, k_s of them below the estimate (of those equal to it as many, in equal parts, as make
+    up a share q of all), the variance of the share is S / (S - 1) sum (k_s - q n_s)^2 / (sum n)^2, as in
+    `controller.tail`.
 
     Args:
         values: float [tokens]. sequence: int [tokens]. quantile: in (0, 1).
     """
     value = lower_quantile(values, quantile)
-    n_S, k_S = _by_sequence(sequence, values < value)
+    below, equal = values < value, values == value
+    missing = quantile * len(values) - below.sum()
+    n_S, k_S = _by_sequence(sequence, below + equal * np.clip(missing / max(equal.sum(), 1), 0, 1))
     error = _standard_error(n_S, k_S)
     if math.isnan(error):
         return Estimate(value, math.nan, math.nan)

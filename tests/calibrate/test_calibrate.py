@@ -75,8 +75,9 @@ def test_it_measures_every_point_and_leaves_a_schedule(whole, data_cache):
     loaded = load_schedule(dataclasses.replace(run.schedule, kind='file'), run.rollout, run.model.shape.layers)
     assert list(loaded.budget_pages) == schedule['budget_pages'] == chosen['budget_pages']
     for z, budget in enumerate(chosen['budget_pages']):
-        held = chosen['bins'][z]['alpha']['p05'][1]
-        assert held >= 0.86 or budget == EVERY_PAGE or z in chosen['missed_bins']
+        if z not in chosen['unknown_bins']:
+            held = chosen['bins'][z]['alpha']['p05'][1]
+            assert held >= 0.86 or budget == EVERY_PAGE or z in chosen['missed_bins']
     facts = schedule['calibration']
     assert (facts['dtype'], facts['temperature'], facts['target_p05']) == ('float32', 1.0, 0.86)
     assert facts['tokens'] == tokens
@@ -164,6 +165,7 @@ def test_texts_and_other_pages_and_policies(tmp_path, data_cache, capsys):
         'calibrate.policies': "('block_mean','quest')",
         'calibrate.page_tokens': '(8,16)',
         'calibrate.budget_tokens': '(16,)',
+        'rollout.max_response_tokens': 120,
     }
     assert call(tmp_path / 'w', data_cache, **changes) == 0
     assert 'given texts' in capsys.readouterr().out
@@ -191,7 +193,7 @@ def test_every_budget_may_sample_anew(tmp_path, data_cache, capsys):
     assert found['schedules']['schedule.json']['calibration']['contexts'] == 'sparse_samples'
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_a_run_takes_the_schedule(whole, tmp_path, data_cache):
     changes = {
         'schedule.kind': 'file',

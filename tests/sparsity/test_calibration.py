@@ -29,16 +29,24 @@ def test_the_quantile_is_the_lower_one_and_its_interval_counts_sequences_not_tok
     """Two sequences of 100 tokens, all bad ones (10 of 200) in one of them: share 0.05, its error over sequences is
     sqrt(2 / 1 (25 + 25)) / 200 = 0.05, so that the interval goes from quantile 0 to quantile 0.15."""
     values = np.concatenate([np.full(10, 0.2), np.linspace(0.5, 1, 190)])
-    sequence = np.repeat([0, 1], 100)
-    estimate = quantile_estimate(values, sequence, 0.05)
+    estimate = quantile_estimate(values, np.repeat([0, 1], 100), 0.05)
     assert estimate.value == 0.2  # values[floor(0.05 x 199)] = values[9]
-    # Nothing lies below 0.2: no error, the interval is the value itself.
-    assert (estimate.low, estimate.high) == (0.2, 0.2)
-    higher = quantile_estimate(values, sequence, 0.0504)  # values[10]: ten tokens below it, all in the first sequence
-    assert higher.value == 0.5
-    error = math.sqrt(2 * ((10 - 0.05 * 100) ** 2 + (0 - 0.05 * 100) ** 2)) / 200
-    assert higher.low == 0.2
-    assert higher.high == values[math.floor((0.0504 + 2 * error) * 199)]
+    assert (estimate.low, estimate.high) == (0.2, values[29])
+    # Spread evenly over the sequences the same values are certain.
+    even = quantile_estimate(values, np.arange(200) % 2, 0.05)
+    assert (even.low, even.high) == (0.2, 0.2)
+
+
+def test_the_smallest_value_is_not_certain():
+    """Of 20 tokens the 5th percentile is the least one; that nothing lies below it proves nothing."""
+    estimate = quantile_estimate(np.linspace(0.8, 1, 20), np.repeat(np.arange(4), 5), 0.05)
+    assert estimate.value == 0.8
+    assert estimate.high > 0.8
+
+
+def test_equal_values_are_certain():
+    estimate = quantile_estimate(np.ones(60), np.repeat(np.arange(3), 20), 0.05)
+    assert (estimate.value, estimate.low, estimate.high) == (1, 1, 1)
 
 
 def test_one_sequence_has_no_interval():
