@@ -143,8 +143,10 @@ class Measured:
             tokens = self._measure(self.schedule(point))
             self.results.keep_tokens(point.name, tokens)
             self._seconds.append(time.perf_counter() - began)
-        left = middle.median(self._seconds[-RECENT:]) * (total - number) if self._seconds else math.nan
-        self.console.row(number, self._row(point, tokens) | {'seconds': time.perf_counter() - began, 'left': left})
+        row = self._row(point, tokens) | {'seconds': time.perf_counter() - began}
+        if self._seconds:
+            row['left'] = middle.median(self._seconds[-RECENT:]) * (total - number)
+        self.console.row(number, row)
 
     def schedule_tokens(self, name: str, schedule: Schedule) -> Tokens:
         """What a schedule as a whole gives."""

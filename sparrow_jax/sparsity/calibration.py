@@ -56,9 +56,8 @@ def quantile_estimate(values: np.ndarray, sequence: np.ndarray, quantile: float)
     """A quantile by the rule "lower", with its interval (Woodruff's): the quantiles at q - e and q + e, e being
     `ERRORS` standard errors of the share of values up to the estimate.
 
-    With S sequences of n_s values, k_s of them below the estimate (of those equal to it as many, in equal parts, as make
-    up a share q of all), the variance of the share is S / (S - 1) sum (k_s - q n_s)^2 / (sum n)^2, as in
-    `controller.tail`.
+    With S sequences of n_s values, k_s of them below the estimate (those equal to it count in part, so that all are a
+    share q), the variance of the share is S / (S - 1) sum (k_s - q n_s)^2 / (sum n)^2, as in `controller.tail`.
 
     Args:
         values: float [tokens]. sequence: int [tokens]. quantile: in (0, 1).

@@ -1,5 +1,7 @@
 """What a decode step must read: in bytes for a given length, and as a fraction from the recorded budgets."""
 
+from typing import Any
+
 import numpy as np
 
 from sparrow_jax.sparsity.schedules import Schedule
@@ -46,7 +48,9 @@ def kv_bytes_per_token(
 
 
 def pages_read(schedule: Schedule, length_tokens: np.ndarray) -> np.ndarray:
-    """int64 [tokens]: pages that a sparse layer reads at these lengths, reserved ones included."""
+    """int64 [tokens]: `schedule.pages_read` of many lengths."""
+    if schedule.kind == 'dense':
+        return -(-length_tokens.astype(np.int64) // schedule.page_tokens)
     budget_Z = np.asarray(schedule.budget_pages, np.int64)
     budget = budget_Z[np.minimum(length_tokens // schedule.bin_width_tokens, len(budget_Z) - 1)]
     return np.minimum(budget + schedule.reserved_pages, -(-length_tokens.astype(np.int64) // schedule.page_tokens))
@@ -62,9 +66,9 @@ def decode_step_bytes(
     value_bytes: int,
     weight_bytes: int,
     sequences: int,
-    length_tokens: int,
-    pages_read: int,
-) -> int:
+    length_tokens: Any,
+    pages_read: Any,
+) -> Any:
     """Bytes that one decode step has to read, each of them once: weights, pages, landmarks.
 
     A page is read whole. A dense layer reads every page of a sequence, a sparse one the chosen pages and the landmark
@@ -78,15 +82,15 @@ def decode_step_bytes(
         value_bytes: bytes of one number of the cache.
         weight_bytes: bytes of the weights that every step reads, whatever the number of sequences.
         sequences: B, all of one length.
-        length_tokens: cached tokens of each, the current one included.
-        pages_read: pages that a sparse layer reads, reserved ones included; no more than there are.
+        length_tokens: cached tokens of each, the current one included; a number, or a NumPy array of several lengths.
+        pages_read: pages that a sparse layer reads at each length, reserved ones included; no more than there are.
 
     Returns:
-        Bytes of the step.
+        Bytes of a step at each length: a number, or an array.
     """
     page_bytes = kv_heads * schedule.page_tokens * 2 * head_dim * value_bytes
     landmark_bytes = kv_heads * landmark_width * value_bytes
     pages, full_pages = -(-length_tokens // schedule.page_tokens), length_tokens // schedule.page_tokens
     dense = layers if schedule.kind == 'dense' else len(set(schedule.dense_layers))
-    sparse_layer = min(pages_read, pages) * page_bytes + full_pages * landmark_bytes
+    sparse_layer = np.minimum(pages_read, pages) * page_bytes + full_pages * landmark_bytes
     return weight_bytes + sequences * (dense * pages * page_bytes + (layers - dense) * sparse_layer)

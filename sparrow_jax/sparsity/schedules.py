@@ -20,6 +20,7 @@ from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 from sparrow_jax.json_files import read_object
 
 DEFAULT_BIN_WIDTH_TOKENS = 2000  # as the published tables have it
+PUBLISHED_PAGE_TOKENS = 16
 EVERY_PAGE = 1 << 20  # a budget that no sequence reaches
 MOST = 1 << 30  # of a field: the device computes with int32, and budget and reserved pages are added up there
 FILE_FIELDS = (
@@ -149,9 +150,23 @@ def _adaptive(start: Schedule, pages_per_sequence: int, bin_width_tokens: int) -
     )
 
 
-def _published(config: ScheduleConfig) -> dict[str, Any]:
+def published_targets(model: str) -> list[float]:
+    """Of the tables that there are for a model, ascending; none for other models."""
+    return sorted(row['target_p05'] for row in _tables()['schedules'] if row['model'] == model)
+
+
+def schedule_of_fields(fields: Mapping[str, Any], name: str) -> Schedule:
+    """A schedule from the fields that `to_file` gives. name: begins the errors, as in `load_schedule`."""
+    return dataclasses.replace(_checked('file', fields, name), policy=SelectionPolicy(fields[POLICY_FIELD]))
+
+
+def _tables() -> dict[str, Any]:
     text = importlib.resources.files('sparrow_jax.sparsity').joinpath('published_schedules.json').read_text()
-    data = json.loads(text)
+    return json.loads(text)
+
+
+def _published(config: ScheduleConfig) -> dict[str, Any]:
+    data = _tables()
     rows = data['schedules']
     models = sorted({row['model'] for row in rows})
     if config.model not in models:
