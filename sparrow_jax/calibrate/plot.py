@@ -15,6 +15,7 @@ from sparrow_jax.sparsity.tail import CELLS, TAIL_TOP, BetaTail, gap_edges
 
 INK, FAINT, CHOSEN = '#333333', '#9a9a9a', '#c8553d'
 MOST_PANELS = 4  # of a row
+LOG_FROM = 8  # times the least cost, that the largest must be for a logarithmic axis
 LEFT_OF_VIEW = 0.002  # of the tail's tokens
 SHOWN_CELLS = 8  # of the histogram in one bar
 
@@ -43,10 +44,14 @@ def plot(found: Mapping[str, Any], folder: Path) -> list[Path]:
 def _by_length(plt: Any, found: Mapping[str, Any]) -> Any:
     groups = _groups(found)
     figure, axes = _panels(plt, len(groups), height=3.6, sharey=True)
+    budgets = sorted({p['budget_tokens'] for p in found['points'] if not p['every_page']})
+    colours = dict(zip(budgets, _colours(plt, len(budgets)), strict=True))
     for axis, ((policy, page), points) in zip(axes, groups.items(), strict=False):
-        for point, colour in zip(points, _colours(plt, len(points)), strict=True):
-            name = 'every page' if point['every_page'] else f'{point["budget_tokens"]:,}'
-            _line(axis, point['bins'], colour, name)
+        for point in points:
+            if point['every_page']:
+                _line(axis, point['bins'], INK, 'every page', linestyle=':')
+            else:
+                _line(axis, point['bins'], colours[point['budget_tokens']], f'{point["budget_tokens"]:,}')
         for chosen in found['chosen']:
             if (chosen['policy'], chosen['page_tokens']) == (policy, page):
                 _line(axis, chosen['bins'], CHOSEN, 'schedule', linestyle='--')
@@ -82,9 +87,11 @@ def _cost(plt: Any, found: Mapping[str, Any]) -> Any:
     shown = [known[i] for i in sorted({round(x) for x in np.linspace(0, len(known) - 1, MOST_PANELS)})]
     figure, axes = _panels(plt, len(shown), height=3.4, sharey=True)
     for axis, z in zip(axes, shown, strict=False):
+        costs: list[float] = []
         for ((policy, page), points), colour in zip(groups.items(), _colours(plt, len(groups)), strict=True):
             there = [p['bins'][z] for p in points if z < len(p['bins']) and p['bins'][z]['enough']]
             cost = [b['kv_bytes_per_token'] / 1e6 for b in there]
+            costs += cost
             axis.plot(
                 cost,
                 [b['alpha']['p05'][0] for b in there],
@@ -96,7 +103,11 @@ def _cost(plt: Any, found: Mapping[str, Any]) -> Any:
         axis.axhline(found['facts']['target_p05'], color=INK, linewidth=0.9)
         axis.set_title(f'{longest[z]["from"]:,} to {longest[z]["to"]:,} cached tokens', fontsize=10, color=INK)
         axis.set_xlabel('MB of keys, values and landmarks a token', fontsize=9)
-        axis.set_xscale('log')
+        if costs and max(costs) > LOG_FROM * min(costs):
+            axis.set_xscale('log')
+            axis.xaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter('{x:g}')
+            axis.xaxis.set_minor_formatter('')
     axes[0].set_ylabel('p05 of alpha', fontsize=9)
     axes[0].legend(fontsize=7, frameon=False, loc='lower right')
     return figure
