@@ -21,6 +21,7 @@ from sparrow_jax.json_files import read_object
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.sparsity.calibration import smallest_budgets
 from sparrow_jax.sparsity.schedules import (
+    EVERY_PAGE,
     PUBLISHED_PAGE_TOKENS,
     Schedule,
     load_schedule,
@@ -100,7 +101,7 @@ def calibrated(file: str, target: float) -> list[Candidate]:
     """A schedule for each policy and page size of a calibration.
 
     At the target that the calibration was made for these are the ones that it measured as a whole; at another one, the
-    smallest budgets of the sweep that reach it bin by bin.
+    smallest budgets of the sweep that reach it bin by bin. Where none does, every page is read.
     """
     name = f'--calibration={file}'
     content = read_object(Path(file), name)
@@ -112,7 +113,7 @@ def calibrated(file: str, target: float) -> list[Candidate]:
         what = f'{chosen["policy"]}, calibrated'
         if target == content['facts']['target_p05']:
             schedule = schedule_of_fields(fields, name)
-            found.append(Candidate(what, schedule, not chosen['missed_bins'] and not chosen['unmet_bins']))
+            found.append(Candidate(what, schedule, not chosen['missed_bins']))
             continue
         same = lambda point: all(point[key] == chosen[key] for key in ('policy', 'page_tokens'))  # noqa: B023
         points = [point for point in content['points'] if same(point) and not point['every_page']]
@@ -120,7 +121,7 @@ def calibrated(file: str, target: float) -> list[Candidate]:
         lows = [[_low(bin_) for bin_ in point['bins']] + [math.nan] * (bins - len(point['bins'])) for point in points]
         choice = smallest_budgets([p['budget_tokens'] // p['page_tokens'] for p in points], lows, target)
         schedule = schedule_of_fields(fields | {'budget_pages': list(choice.budget_Z)}, name)
-        found.append(Candidate(f'{what}, not measured as a whole', schedule, not choice.unmet))
+        found.append(Candidate(f'{what}, not measured as a whole', schedule, True))
     return found
 
 
@@ -191,16 +192,18 @@ def lines(found: Sequence[tuple[Candidate, Forecast]], target: float) -> list[st
             )
         )
     held = [(candidate, seen) for candidate, seen in found[1:] if candidate.holds]
-    if held:
-        candidate, seen = min(held, key=lambda pair: pair[1].step_s)
-        budgets = ' '.join(map(str, candidate.schedule.budget_pages))
-        rows.append(
-            f'best at p05 {target:g}: {candidate.name}, pages of {candidate.schedule.page_tokens} tokens, budgets '
-            f'{budgets}; {dense.rollout_s / seen.rollout_s:.2f} times the rollouts, {dense.step_s / seen.step_s:.2f} '
-            'times the steps'
-        )
-    else:
+    if not held:
         rows.append(f'no schedule here is known to hold p05 at {target:g}; python -m sparrow_jax.calibrate finds one')
+        return rows
+    candidate, seen = min(held, key=lambda pair: pair[1].step_s)
+    if seen.step_s >= dense.step_s:
+        rows.append(f'best at p05 {target:g}: the dense sampler; no schedule that holds it is faster here')
+        return rows
+    pages = ' '.join('all' if budget >= EVERY_PAGE else str(budget) for budget in candidate.schedule.budget_pages)
+    rows.append(
+        f'best at p05 {target:g}: {candidate.name}, pages of {candidate.schedule.page_tokens} tokens, budgets {pages}; '
+        f'{dense.rollout_s / seen.rollout_s:.2f} times the rollouts, {dense.step_s / seen.step_s:.2f} times the steps'
+    )
     return rows
 
 

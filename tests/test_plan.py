@@ -16,6 +16,7 @@ from sparrow_jax.bench_setup import make_setup
 from sparrow_jax.config import resolve
 from sparrow_jax.rollout.engine import Engine, Probing
 from sparrow_jax.sparsity.controller import Control
+from sparrow_jax.sparsity.schedules import EVERY_PAGE
 from sparrow_jax.whole_rollout import Lengths
 
 QWEN = '--config=configs/qwen3_1p7b.py'
@@ -263,4 +264,18 @@ def test_a_calibration_gives_its_schedules_and_those_of_another_target(tmp_path)
         (16, (16,), True),
         (32, (16,), True),
     ]
-    assert [c.holds for c in plan_rollout.candidates(run, shape, str(file), 0.85)[2:]] == [True, False]
+    # No budget of 32-token pages reaches 0.85: every page is read.
+    budgets = [c.schedule.budget_pages for c in plan_rollout.candidates(run, shape, str(file), 0.85)[2:]]
+    assert budgets == [(32,), (EVERY_PAGE,)]
+
+
+def test_the_best_schedule_may_be_none_at_all():
+    forecast = lambda cache_s: plan_rollout.Forecast(0.5, cache_s, 1.0, 1.0, 1.0)
+    schedule = make_setup(small()).schedule
+    candidate = lambda name, holds: plan_rollout.Candidate(name, schedule, holds)
+    last = lambda *found: plan_rollout.lines([(candidate('dense', True), forecast(4.0)), *found], 0.9)[-1]
+    assert last((candidate('fast', False), forecast(1.0))).startswith('no schedule here is known to hold p05 at 0.9')
+    assert last((candidate('slow', True), forecast(5.0))).startswith('best at p05 0.9: the dense sampler')
+    best = last((candidate('wide', True), forecast(2.0)), (candidate('tight', True), forecast(1.0)))
+    assert best.startswith('best at p05 0.9: tight, pages of 8 tokens')
+    assert best.endswith('2.00 times the rollouts, 1.75 times the steps')

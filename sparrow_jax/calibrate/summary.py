@@ -110,12 +110,13 @@ def chosen_schedule(
         measured.console.status('measuring the schedule', f'{point.policy}, pages of {point.page_tokens}')
         tokens = measured.schedule_tokens(f'{point.policy}_page{point.page_tokens}_schedule_{digest}', schedule)
         tails = bin_tails(tokens, m.bin_width_tokens, m.min_count)
-        missed = [
-            z for z, tail in enumerate(tails) if tail and tail.low < target and schedule.budget_pages[z] < EVERY_PAGE
-        ]
-        if not missed or attempt == RAISES:
+        missed = [z for z, tail in enumerate(tails) if tail is not None and tail.low < target]
+        # Where every page is read already, it is the keys that shorter, sparse lengths have left behind.
+        sparse = [z for z, budget in enumerate(choice.budget_Z) if budget < EVERY_PAGE]
+        raisable = {max(z for z in sparse if z <= bin_) for bin_ in missed if sparse and sparse[0] <= bin_}
+        if not raisable or attempt == RAISES:
             break
-        choice = raised(choice, budget_R, missed)
+        choice = raised(choice, budget_R, sorted(raisable))
     return dataclasses.replace(schedule, budget_pages=choice.budget_Z), choice, tokens, missed
 
 
