@@ -87,16 +87,28 @@ def calibrate(run: RunConfig, workdir: str) -> int:
         plots = plot(found, results.path)
         for line in table(found):
             console.message(line)
+        # The configuration's own policy and page size, where they are in the sweep.
+        first = next((c for c in found['chosen'] if c['file'] == SCHEDULE), found['chosen'][0])
         console.finish(
             'Calibration',
             {
-                'schedule': str(results.path / SCHEDULE),
+                'schedules': ', '.join(str(results.path / name) for name in found['schedules']),
                 'figures': str(results.path / FILE),
                 'plots': ', '.join(map(str, plots)),
-                'use it': f'--config.schedule.kind=file --config.schedule.path={results.path / SCHEDULE}',
+                'use it': use(run, first, results.path / first['file']),
             },
         )
     return 0
+
+
+def use(run: RunConfig, chosen: dict[str, Any], file: Path) -> str:
+    """Flags by which a run takes a schedule."""
+    flags = {'schedule.kind': 'file', 'schedule.path': file}
+    if chosen['page_tokens'] != run.rollout.page_tokens:
+        flags['rollout.page_tokens'] = chosen['page_tokens']
+    if chosen['policy'] != run.schedule.policy:
+        flags['schedule.policy'] = chosen['policy']
+    return ' '.join(f'--config.{name}={value}' for name, value in flags.items())
 
 
 def sized(run: RunConfig) -> RunConfig:

@@ -163,23 +163,24 @@ def test_texts_and_other_pages_and_policies(tmp_path, data_cache, capsys):
         'calibrate.texts': tmp_path / 'texts.jsonl',
         'calibrate.sequences': 6,
         'calibrate.policies': "('block_mean','quest')",
-        'calibrate.page_tokens': '(8,16)',
+        'calibrate.page_tokens': '(16,)',
         'calibrate.budget_tokens': '(16,)',
         'rollout.max_response_tokens': 120,
     }
     assert call(tmp_path / 'w', data_cache, **changes) == 0
-    assert 'given texts' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'given texts' in said
+    file = tmp_path / 'w' / 'schedules' / 'block_mean_page16.json'
+    assert f'--config.schedule.path={file} --config.rollout.page_tokens=16\n' in said
     found = written(tmp_path / 'w')
     assert found['dense_floor'] is None
-    assert [(p['policy'], p['page_tokens']) for p in found['chosen']] == [
-        (policy, page) for policy in ('block_mean', 'quest') for page in (8, 16)
-    ]
+    assert [(p['policy'], p['page_tokens']) for p in found['chosen']] == [('block_mean', 16), ('quest', 16)]
     assert found['facts']['sequences_measured'] == 6
     assert found['points'][0]['all']['alpha']['p01'][0] > 0.9999
-    by_name = {(p['policy'], p['page_tokens']): p['all'] for p in found['points'][1:]}
-    assert by_name['block_mean', 8]['alpha']['mean'] != by_name['quest', 8]['alpha']['mean']
+    by_name = {p['policy']: p['all'] for p in found['points'][1:]}
+    assert by_name['block_mean']['alpha']['mean'] != by_name['quest']['alpha']['mean']
     # Twice the landmarks.
-    assert by_name['quest', 8]['kv_bytes_per_token'] > by_name['block_mean', 8]['kv_bytes_per_token']
+    assert by_name['quest']['kv_bytes_per_token'] > by_name['block_mean']['kv_bytes_per_token']
     assert written(tmp_path / 'w', 'schedules/quest_page16.json')['policy'] == 'quest'
 
 
