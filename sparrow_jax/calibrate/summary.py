@@ -160,6 +160,13 @@ def table(found: dict[str, Any]) -> list[str]:
         lines.append(row(f'{f["policy"]}, page {f["page_tokens"]}, {budget}', f))
     for f in found['chosen']:
         lines.append(row(f'{f["policy"]}, page {f["page_tokens"]}, schedule', f))
+    floor = found['dense_floor'] or next(f for f in found['points'] if f['every_page'])
+    for b in floor['bins']:
+        if b['enough'] and b['alpha']['p05'][0] < target:
+            lines.append(
+                f'  {target:g} is above the floor at {b["from"]:,}-{b["to"]:,} cached tokens: numerical differences '
+                f'alone cost as much; set calibrate.target_p05 below {b["alpha"]["p05"][0]:.3f}'
+            )
     for f in found['chosen']:
         pages = ' '.join('all' if budget >= EVERY_PAGE else str(budget) for budget in f['budget_pages'])
         lines.append(f'{f["file"]}: {pages} pages, {f["kv_read_fraction"]:.1%} of the KV cache read')

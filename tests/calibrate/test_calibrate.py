@@ -18,6 +18,7 @@ from sparrow_jax.calibrate.contexts import make_requests
 from sparrow_jax.calibrate.measured import Measured
 from sparrow_jax.calibrate.passes import Passes
 from sparrow_jax.calibrate.results import Point, Results
+from sparrow_jax.calibrate.summary import table
 from sparrow_jax.config import resolve
 from sparrow_jax.console import Console
 from sparrow_jax.sparsity.calibration import Tokens
@@ -119,6 +120,16 @@ def test_other_settings_and_other_folders_are_refused(whole, tmp_path, data_cach
     (tmp_path / 'notes.txt').write_text('mine')
     assert call(tmp_path, data_cache) == 2
     assert f'--workdir={tmp_path}: is not empty; give a new folder' in capsys.readouterr().err
+
+
+def test_a_target_above_the_floor_is_said(whole):
+    found = written(whole)
+    assert not any('above the floor' in line for line in table(found))
+    found['dense_floor']['bins'][1]['alpha']['p05'][0] = 0.85
+    assert [line for line in table(found) if 'above the floor' in line] == [
+        '  0.86 is above the floor at 32-64 cached tokens: numerical differences alone cost as much; set '
+        'calibrate.target_p05 below 0.850'
+    ]
 
 
 @pytest.mark.parametrize('policy', ['block_mean', pytest.param('quest', marks=pytest.mark.slow)])
