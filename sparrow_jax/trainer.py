@@ -77,12 +77,14 @@ class Prepared:
         metrics: of the step so far.
         answers: rows for samples.jsonl.
         controller: after the step's rollout, under an adaptive schedule.
+        alpha_X: histogram of the sampled tokens' alphas, where the step measured them.
     """
 
     updates: list[list[MicroBatch]]
     metrics: dict[str, float]
     answers: list[dict]
     controller: Controller | None = None
+    alpha_X: np.ndarray | None = None
 
 
 def as_samples(
@@ -256,15 +258,17 @@ class Trainer:
         }
         if adapted is not None:
             metrics.update(self.adaptation(adapted, prompt_tokens, responses))
+        alpha_X = None
         if self.measured(step):
-            metrics.update(self.mismatch(scored))
+            mismatch, alpha_X = self.mismatch(scored)
+            metrics.update(mismatch)
         if self.floored(step):
             metrics['sparse/alpha_floor_p05'] = self.floor(step, weights, requests)
         metrics['perf/total_num_tokens'] = float(sum(s.tokens for s in samples))
         shown = slice(self.run.log.samples_per_step)
         prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in requests[shown]]
         answers = answer_rows(prompt_texts, repeated[shown], completions[shown], scores[shown], responses[shown])
-        return Prepared(updates, metrics, answers, adapted.controller if adapted else None)
+        return Prepared(updates, metrics, answers, adapted.controller if adapted else None, alpha_X)
 
     def adaptation(self, adapted: Adapted, prompt_tokens: list[int], responses: list[Response]) -> dict[str, float]:
         """What the controller did in this step's rollout; says which bins it has made dense."""
@@ -367,7 +371,8 @@ class Trainer:
             jax.block_until_ready(scored[-1][1].logp_BT)
         return batches, scored
 
-    def mismatch(self, scored: list[tuple[Rows, Scores]]) -> dict[str, float]:
+    def mismatch(self, scored: list[tuple[Rows, Scores]]) -> tuple[dict[str, float], np.ndarray]:
+        """Metrics of the sampled tokens' alphas, and their histogram."""
         config = self.run.mismatch
         metrics, tail = mismatch_metrics(scored, config.bin_width_tokens, config.min_count)
         if tail.bins_too_small:
@@ -375,7 +380,7 @@ class Trainer:
                 f'length bins with fewer than mismatch.min_count={config.min_count} tokens have no p05; '
                 'sparse/bins_below_min_count counts them'
             )
-        return metrics
+        return metrics, tail.histogram_X
 
     def floor(self, step: int, weights: nnx.State, requests: list[Request]) -> float:
         """p05 of alpha between the decode path with all pages and the learner: what numerical differences alone
