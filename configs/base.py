@@ -158,6 +158,21 @@ def get_config() -> ConfigDict:
     c.evaluate.temperature = 0.0  # 0 = greedy
     c.evaluate.top_p = 1.0
 
+    c.calibrate = ConfigDict()  # of `python -m sparrow_jax.calibrate`; length bins are mismatch.bin_width_tokens wide
+    # What p05 is measured on: 'dense_samples' are drawn once, and one teacher-forced sparse pass over them follows for
+    # each budget; 'sparse_samples' are drawn anew by the sparse sampler at every budget.
+    c.calibrate.contexts = 'dense_samples'
+    c.calibrate.prompts = ''  # '' = training problems of data.source; else a .txt (one a line) or .jsonl ("prompt")
+    # '' = sample; else a .txt (one text) or .jsonl ("text", or "prompt" and "completion", as in samples.jsonl)
+    c.calibrate.texts = ''
+    c.calibrate.sequences = 32
+    c.calibrate.response_tokens = 0  # of each at most; 0 = rollout.max_response_tokens
+    c.calibrate.forced_lengths = False  # sampled sequences go on to their last token, whatever ends an answer
+    c.calibrate.budget_tokens = ()  # reserved pages not counted; () = six halves of the longest sequence
+    c.calibrate.page_tokens = ()  # () = rollout.page_tokens
+    c.calibrate.policies = ()  # () = schedule.policy
+    c.calibrate.target_p05 = 0.86  # that the lower confidence bound of p05 must reach; exact alpha
+
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 20
     c.checkpoint.keep = 2  # newest checkpoints kept
@@ -232,6 +247,9 @@ def smoke(config: ConfigDict) -> None:
     c.learner.row_tokens = 0
     c.learner.head_chunk_tokens = 128
     c.evaluate.samples = 1
+    c.calibrate.prompts = c.calibrate.texts = ''
+    c.calibrate.sequences, c.calibrate.response_tokens, c.calibrate.forced_lengths = 4, 0, True
+    c.calibrate.budget_tokens, c.calibrate.page_tokens, c.calibrate.policies = (), (), ()
     c.checkpoint.every_steps = 1
     c.parallel.data, c.parallel.fsdp, c.parallel.tensor = -1, 1, 1
 

@@ -32,6 +32,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.controller.min_count = 500  # a segment of the probes has twice as many
     c.controller.urgent_count = 250
 
+    c.calibrate.forced_lengths = True
     c.learner.rows_per_microbatch = 8
     if arg == 'smoke':
         base.smoke(c)

@@ -101,6 +101,7 @@ def get_config(arg: str = '') -> ConfigDict:
         c.mismatch.min_count = 1
         c.mismatch.floor_every_steps = 1
         c.mismatch.floor_sequences = 2
+        c.calibrate.sequences, c.calibrate.forced_lengths = 4, True
         c.learner.rows_per_microbatch = 2
         c.learner.row_tokens = 0
         c.checkpoint.every_steps = 1

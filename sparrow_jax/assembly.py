@@ -22,13 +22,14 @@ from sparrow_jax.config import ConfigError, ControllerConfig, RunConfig
 from sparrow_jax.console import notice_once
 from sparrow_jax.learner.learner import LearnerState
 from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
+from sparrow_jax.models.identity import model_hash
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.parallel import transfer
 from sparrow_jax.rollout.engine import Engine, Probing
 from sparrow_jax.sparsity.controller import Control, whole_pages
-from sparrow_jax.sparsity.schedules import Schedule, load_schedule
+from sparrow_jax.sparsity.schedules import Schedule, check_calibration, load_schedule
 from sparrow_jax.tasks.prompts import PromptEncoder
 from sparrow_jax.workdir import Workdir
 
@@ -141,6 +142,13 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
             f'set rollout.max_response_tokens to at most {shape.max_positions - run.rollout.max_prompt_tokens}'
         )
     schedule = load_schedule(run.schedule, run.rollout, shape.layers, run.mismatch.bin_width_tokens)
+    check_calibration(
+        run.schedule,
+        model=run.model.path or 'random weights',
+        model_hash=lambda: model_hash(run.model, run.seed),
+        dtype=run.model.compute_dtype,
+        temperature=run.rollout.temperature,
+    )
     mesh = meshes.make_mesh(run.parallel)
     encoder = PromptEncoder(run.tokenizer, run.data, run.model.path)
     if len(encoder.tokenizer) > shape.vocab_size:

@@ -17,7 +17,7 @@ from sparrow_jax.rollout.engine import Engine, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.sparsity import controller as controllers
 from sparrow_jax.sparsity.controller import Control, Controller
-from sparrow_jax.sparsity.cost import kv_read_fraction
+from sparrow_jax.sparsity.cost import kv_read_fraction, pages_read
 from sparrow_jax.sparsity.schedules import Schedule
 from sparrow_jax.tasks.problems import load_problems
 from sparrow_jax.tasks.prompts import take_prompts
@@ -129,12 +129,10 @@ class Steps:
 
     def read_fraction(self, budget_Z: np.ndarray) -> float:
         """`kv_read_fraction` of the offline rollouts at these budgets, by arithmetic: their lengths are known."""
-        width, page = self.schedule.bin_width_tokens, self.schedule.page_tokens
+        schedule = dataclasses.replace(self.schedule, budget_pages=tuple(np.asarray(budget_Z).tolist()))
         tokens = [len(request.prompt_ids) + np.arange(1, request.limit_tokens) for request in self._requests(0)]
         length = np.concatenate(tokens)
-        budget = np.asarray(budget_Z)[np.minimum(length // width, len(budget_Z) - 1)]
-        read = np.minimum(budget + self.schedule.reserved_pages, -(-length // page))
-        return kv_read_fraction(self.schedule, self.parts.shape.layers, length, read)
+        return kv_read_fraction(schedule, self.parts.shape.layers, length, pages_read(schedule, length))
 
     def _engine(self) -> Engine:
         engine = self.parts.engine(trains=True, forced_lengths=True)

@@ -20,6 +20,7 @@ GUARD_ACTIONS = ('none', 'widen', 'dense', 'stop')
 # As the operations have them; those import JAX, for which a mistake need not wait.
 POLICIES = ('block_mean', 'quest', 'group_softmax')
 MOST_CHUNK_TOKENS = 256
+CONTEXTS = ('dense_samples', 'sparse_samples')
 SCHEDULE_STARTS = ('dense', 'fixed', 'published', 'file')
 SCHEDULE_KINDS = (*SCHEDULE_STARTS, 'adaptive')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
@@ -195,6 +196,20 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CalibrateConfig:
+    contexts: str
+    prompts: str
+    texts: str
+    sequences: int
+    response_tokens: int
+    forced_lengths: bool
+    budget_tokens: tuple[int, ...]
+    page_tokens: tuple[int, ...]
+    policies: tuple[str, ...]
+    target_p05: float
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int
     keep: int
@@ -235,6 +250,7 @@ class RunConfig:
     learner: LearnerConfig
     optimizer: OptimizerConfig
     evaluate: EvaluateConfig
+    calibrate: CalibrateConfig
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
     log: LogConfig
@@ -360,6 +376,60 @@ def _validate_controller(run: RunConfig, need: Callable[[bool, str, Any, str], N
         run.rollout.segment_steps,
         f'an adaptive schedule scores a segment at once: set at most {MOST_CHUNK_TOKENS}',
     )
+
+
+def _validate_calibrate(
+    run: RunConfig,
+    need: Callable[[bool, str, Any, str], None],
+    one_of: Callable[[str, Any, tuple[str, ...]], None],
+) -> None:
+    c, r = run.calibrate, run.rollout
+    one_of('calibrate.contexts', c.contexts, CONTEXTS)
+    need(
+        not c.texts or c.contexts == 'dense_samples',
+        'calibrate.contexts',
+        c.contexts,
+        f'calibrate.texts={c.texts!r} says what to measure on, nothing is sampled; set one of the two',
+    )
+    need(
+        not c.texts or not c.prompts,
+        'calibrate.prompts',
+        c.prompts,
+        f'calibrate.texts={c.texts!r} takes the place of prompts; set one of the two',
+    )
+    need(c.sequences >= 2, 'calibrate.sequences', c.sequences, 'must be at least 2: no confidence comes from one')
+    need(
+        c.response_tokens == 0 or 2 <= c.response_tokens <= r.max_response_tokens,
+        'calibrate.response_tokens',
+        c.response_tokens,
+        f'must be from 2 to rollout.max_response_tokens={r.max_response_tokens}, or 0 for that many',
+    )
+    for page in c.page_tokens:
+        need(
+            8 <= page <= 128 and page & (page - 1) == 0,
+            'calibrate.page_tokens',
+            c.page_tokens,
+            'must be powers of two from 8 to 128',
+        )
+    largest = max(c.page_tokens or (r.page_tokens,))
+    need(
+        all(budget > 0 and budget % largest == 0 for budget in c.budget_tokens),
+        'calibrate.budget_tokens',
+        c.budget_tokens,
+        f'budgets are compared at whole pages: must be multiples of {largest}, the largest page size',
+    )
+    for field in ('budget_tokens', 'page_tokens', 'policies'):
+        values = getattr(c, field)
+        need(len(set(values)) == len(values), f'calibrate.{field}', values, 'names one twice')
+    for policy in c.policies:
+        one_of('calibrate.policies', policy, POLICIES)
+    need(
+        r.kernels in ('auto', Implementation.REFERENCE) or set(c.policies) <= {POLICIES[0]},
+        'calibrate.policies',
+        c.policies,
+        f'only {POLICIES[0]} has kernels, and rollout.kernels={r.kernels!r} insists on them; set that to auto',
+    )
+    need(0 < c.target_p05 < 1, 'calibrate.target_p05', c.target_p05, 'must be in (0, 1)')
 
 
 def _validate_processes(
@@ -583,6 +653,7 @@ def validate(run: RunConfig) -> None:
     need(e.samples >= 1, 'evaluate.samples', e.samples, 'must be at least 1')
     need(e.temperature >= 0, 'evaluate.temperature', e.temperature, 'must not be negative (0 = greedy)')
     need(0 < e.top_p <= 1, 'evaluate.top_p', e.top_p, 'must be in (0, 1]')
+    _validate_calibrate(run, need, one_of)
     need(run.checkpoint.keep >= 1, 'checkpoint.keep', run.checkpoint.keep, 'must be at least 1')
     need(run.checkpoint.every_steps >= 1, 'checkpoint.every_steps', run.checkpoint.every_steps, 'must be at least 1')
     need(run.log.samples_per_step >= 0, 'log.samples_per_step', run.log.samples_per_step, 'must not be negative')

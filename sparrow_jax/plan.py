@@ -1,19 +1,23 @@
 """python -m sparrow_jax.plan --config=configs/X.py [--chip=h200] [--devices=1] [--cached_tokens=4096,16384]
+    [--lengths=FILE] [--calibration=W/calibration.json] [--target=0.86] [--plot=plan.png]
 
-A first cost model, from the configuration alone: what each part of a run takes of a chip's memory, how many pages the
-KV pool has, and how long a decode step would take, dense and under the schedule, at several cached lengths. A step is
-the bytes that it reads (weights, pages, landmarks) over the chip's bandwidth, and a fixed time for each layer
-(`sparrow_jax.chips`). No weights, tokenizer, data or accelerator are needed. Exit code 1: the run does not fit.
+A cost model, from the configuration alone: what each part of a run takes of a chip's memory, how many pages the KV pool
+has, how long a decode step would take at several cached lengths, and, for responses of a given distribution of lengths,
+rollouts and steps of training: dense, under the configuration's schedule, under the published tables or those of a
+calibration, and which of these is the fastest that holds a target. A decode step is the bytes that it reads over the
+chip's bandwidth, and a fixed time for each layer (`sparrow_jax.chips`). No weights, tokenizer, data or accelerator are
+needed. Exit code 1: the run does not fit.
 """
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from absl import flags
 
-from sparrow_jax import commands, memory
+from sparrow_jax import commands, memory, plan_rollout
 from sparrow_jax.bench_setup import dense_schedule, model_name, published_shape
 from sparrow_jax.chips import CHIPS, Chip
 from sparrow_jax.config import ConfigError, RunConfig
@@ -22,8 +26,10 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.sparsity.schedules import Schedule, load_schedule
 from sparrow_jax.step_reads import step_bytes, weight_bytes
+from sparrow_jax.whole_rollout import read_lengths
 
 NO_FIT = 1  # exit code
+USUAL_LENGTHS = 'docs/measurements/rollout_lengths.json'
 USUAL_CACHED_TOKENS = (2048, 4096, 8192, 16_384, 32_768)  # where --cached_tokens is left out, as far as there is room
 TABLE = '{:>7} {:>10} {:>10} {:>6} {:>10} {:>10} {:>8} {:>9}'
 HEADER = ('cached', 'dense ms', 'at best', 'pages', 'sparse ms', 'at best', 'x dense', 'at best')
@@ -51,7 +57,17 @@ class Step:
     sparse_limit_s: float
 
 
-def plan(run: RunConfig, workdir: str, chip: str, devices: int, cached_tokens: str) -> int:
+def plan(
+    run: RunConfig,
+    workdir: str,
+    chip: str,
+    devices: int,
+    cached_tokens: str,
+    lengths: str,
+    calibration: str,
+    target: float,
+    plot: str,
+) -> int:
     """Prints the plan; returns the exit code."""
     if workdir:
         raise ConfigError(f'--workdir={workdir}: this command takes none')
@@ -63,11 +79,17 @@ def plan(run: RunConfig, workdir: str, chip: str, devices: int, cached_tokens: s
     shards = sizes['data'] * sizes['fsdp']
     if run.rollout.slots % shards:
         raise ConfigError(f'rollout.slots={run.rollout.slots}: must be a multiple of the {shards} data shards')
+    if not 0 < target < 1:
+        raise ConfigError(f'--target={target}: must be between 0 and 1')
+    if plot and not Path(plot).expanduser().absolute().parent.is_dir():
+        raise ConfigError(f'--plot={plot}: there is no such folder')
     schedule = load_schedule(run.schedule, run.rollout, shape.layers, run.mismatch.bin_width_tokens)
-    lengths = _lengths(run, cached_tokens)
+    cached, responses = _cached(run, cached_tokens), read_lengths(lengths)
+    compared = plan_rollout.candidates(run, shape, calibration, target)
     run, note = memory.fit_pool(run, shape, sizes, known.available_bytes, known.platform)
     parts = memory.estimate(run, shape, sizes, known.platform)
-    steps = predict(run, shape, schedule, known, sizes, lengths)
+    steps = predict(run, shape, schedule, known, sizes, cached)
+    foreseen = [(c, plan_rollout.forecast(run, shape, c.schedule, known, sizes, responses)) for c in compared]
     needed, most = memory.peak_bytes(parts), int((1 - memory.HEADROOM) * known.available_bytes)
     with Console() as console:
         mesh = ', '.join(f'{axis} {size}' for axis, size in sizes.items())
@@ -92,6 +114,16 @@ def plan(run: RunConfig, workdir: str, chip: str, devices: int, cached_tokens: s
         console.message(TABLE.format(*HEADER))
         for step in steps:
             console.message(_line(step))
+        drawn = plan_rollout.responses_of(run, responses)
+        console.message(
+            f'\nA step of training, predicted: {len(drawn):,} responses of {drawn.mean():,.0f} tokens on average, '
+            f'{drawn.max():,} at most ({lengths})'
+        )
+        for line in plan_rollout.lines(foreseen, target):
+            console.message(line)
+        if plot:
+            plan_rollout.plot(foreseen, f'{model_name(shape)} on {devices} x {chip}', Path(plot).expanduser())
+            console.message(f'written: {plot}')
         if not fits:
             console.warn('this run does not fit')
     return 0 if fits else NO_FIT
@@ -144,7 +176,7 @@ def pool_line(run: RunConfig, parts: Mapping[str, int], shape: DecoderShape, mes
     )
 
 
-def _lengths(run: RunConfig, text: str) -> tuple[int, ...]:
+def _cached(run: RunConfig, text: str) -> tuple[int, ...]:
     longest = run.rollout.max_prompt_tokens + run.rollout.max_response_tokens
     if not text.strip():
         usual = tuple(n for n in USUAL_CACHED_TOKENS if n < longest)
@@ -175,6 +207,10 @@ def _line(step: Step) -> str:
 def _flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string('chip', 'h200', f'accelerator: {", ".join(CHIPS)}', flag_values=values)
     flags.DEFINE_integer('devices', 1, 'how many of them', flag_values=values)
+    flags.DEFINE_string('lengths', USUAL_LENGTHS, 'JSON file: prompt_tokens, response_tokens', flag_values=values)
+    flags.DEFINE_string('calibration', '', 'a calibration.json, in place of published tables', flag_values=values)
+    flags.DEFINE_float('target', 0.86, 'p05 that a schedule must hold', flag_values=values)
+    flags.DEFINE_string('plot', '', 'file for a picture of the step', flag_values=values)
     flags.DEFINE_string(
         'cached_tokens', '', 'lengths to predict, e.g. 4096,16384; several by default', flag_values=values
     )

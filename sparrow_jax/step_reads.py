@@ -4,8 +4,10 @@
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,11 @@ import numpy as np
 from sparrow_jax.models.decoder import abstract_decoder
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.rollout.head_shards import HeadShards
-from sparrow_jax.sparsity.cost import decode_step_bytes
+from sparrow_jax.sparsity.cost import decode_step_bytes, pages_read
 from sparrow_jax.sparsity.schedules import Schedule
 
 
+@functools.cache
 def weight_bytes(shape: DecoderShape, dtype: jnp.dtype, tensor: int = 1) -> int:
     """Bytes of the weights that a device reads in every step: all but the rows of the embedding, if it is no head.
 
@@ -38,11 +41,15 @@ def step_bytes(
     dtype: jnp.dtype,
     *,
     sequences: int,
-    length_tokens: int,
+    length_tokens: Any,
     weight_bytes: int,
     tensor: int = 1,
-) -> int:
-    """Bytes that one device reads in a step of so many sequences, all of one length (the current token included)."""
+) -> Any:
+    """Bytes that one device reads in a step of so many sequences, all of one length (the current token included).
+
+    length_tokens: a number, or an int64 array of several lengths; the result is likewise.
+    """
+    many = isinstance(length_tokens, np.ndarray)
     return decode_step_bytes(
         schedule,
         layers=shape.layers,
@@ -53,7 +60,7 @@ def step_bytes(
         weight_bytes=weight_bytes,
         sequences=sequences,
         length_tokens=length_tokens,
-        pages_read=schedule.pages_read(length_tokens),
+        pages_read=pages_read(schedule, length_tokens) if many else schedule.pages_read(length_tokens),
     )
 
 
@@ -84,17 +91,18 @@ def rollout_reads(
     prompt_tokens: int,
     response_tokens: Sequence[int],
     slots: int,
+    tensor: int = 1,
 ) -> RolloutReads:
     """What sampling responses of these lengths on one device reads at least.
 
     A response's first token comes from the prefill and is no decode step, so that one of T tokens has T - 1, over
     `prompt_tokens` + 1 cached tokens and more. Prefill, and what limits the pool sets to how many sequences decode
-    together, are left out: both would only make the bound larger.
+    together, are left out: both would only make the bound larger. tensor: shards that weights and heads are split over.
     """
     longest = max(response_tokens)
-    lengths = range(prompt_tokens + 1, prompt_tokens + longest)
-    of_step = [step_bytes(shape, schedule, dtype, sequences=1, length_tokens=n, weight_bytes=0) for n in lengths]
-    of_steps = np.concatenate([[0], np.cumsum(np.asarray(of_step, np.int64))])  # of the first so many steps
+    lengths = np.arange(prompt_tokens + 1, prompt_tokens + longest)
+    of_step = step_bytes(shape, schedule, dtype, sequences=1, length_tokens=lengths, weight_bytes=0, tensor=tensor)
+    of_steps = np.concatenate([[0], np.cumsum(of_step)])  # of the first so many steps
     steps_B = np.asarray(response_tokens, np.int64) - 1
     fewest = max(longest - 1, -(-int(steps_B.sum()) // slots))
-    return RolloutReads(int(of_steps[steps_B].sum()), fewest, weight_bytes(shape, dtype))
+    return RolloutReads(int(of_steps[steps_B].sum()), fewest, weight_bytes(shape, dtype, tensor))

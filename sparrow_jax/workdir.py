@@ -32,7 +32,7 @@ LOCK_NAME = '.lock'
 
 # A resumed run may change these: how long it goes on and what ends it, what it writes, and where it computes, but never
 # what a step computes (under an adaptive schedule the number of data shards decides which sequences are measured).
-MAY_CHANGE_ON_RESUME = ('steps', 'guard', 'log', 'checkpoint', 'parallel')
+MAY_CHANGE_ON_RESUME = ('steps', 'guard', 'log', 'checkpoint', 'parallel', 'calibrate')
 
 _held: set[Path] = set()  # folders locked by this process: POSIX locks do not exclude a process from itself
 
@@ -155,12 +155,12 @@ class Workdir:
         self.close()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file so that a reader, or a crash, sees the old content or the new, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file, text as UTF-8, so that a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f'.{path.name}.{os.getpid()}')
     try:
-        with open(temporary, 'w', encoding='utf-8') as file:
-            file.write(text)
+        with open(temporary, 'wb') as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

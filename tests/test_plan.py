@@ -1,19 +1,23 @@
 """plan from its command line; what it predicts where it was fitted; its bytes beside the arrays of an engine."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from tiny_run import ROOT, exit_code
 
-from sparrow_jax import chips, commands, memory, plan
+from sparrow_jax import chips, commands, memory, plan, plan_rollout
 from sparrow_jax.bench_setup import make_setup
 from sparrow_jax.config import resolve
 from sparrow_jax.rollout.engine import Engine, Probing
 from sparrow_jax.sparsity.controller import Control
+from sparrow_jax.sparsity.schedules import EVERY_PAGE
+from sparrow_jax.whole_rollout import Lengths
 
 QWEN = '--config=configs/qwen3_1p7b.py'
 POOL = '--config.rollout.pool_pages=39936'
@@ -143,7 +147,7 @@ def test_a_run_that_does_not_fit_is_shown_with_its_parts(capsys):
 
 
 MISTAKES = {
-    ('--chip=h300',): '--chip=h300: is not known; there are h200, h100, v5e, v5p, v6e, tpu7x',
+    ('--chip=h300',): '--chip=h300: is not known; there are h200, h100, a100, b200, v4, v5e, v5p, v6e, tpu7x',
     ('--devices=0',): '--devices=0: must be at least 1',
     ('--devices=3', '--config.parallel.tensor=2'): 'must multiply to the 3 devices',
     ('--devices=3',): 'rollout.slots=32: must be a multiple of the 3 data shards',
@@ -151,6 +155,11 @@ MISTAKES = {
     ('--cached_tokens=0',): '--cached_tokens=0: must be 1 to 39936',
     ('--cached_tokens=39937',): '--cached_tokens=39937: must be 1 to 39936',
     ('--workdir=w',): '--workdir=w: this command takes none',
+    ('--target=1.2',): '--target=1.2: must be between 0 and 1',
+    ('--lengths=absent.json',): '--lengths=absent.json: no such file',
+    ('--calibration=absent.json',): '--calibration=absent.json: no such file',
+    ('--calibration=docs/measurements/rollout_lengths.json',): 'is no finished calibration; give the calibration.json',
+    ('--plot=absent/plan.png',): '--plot=absent/plan.png: there is no such folder',
     ('--config.rollout.pool_pages=0', '--config.rollout.slots=4096'): 'the pool could have 0 pages, one longest ',
 }
 
@@ -170,3 +179,103 @@ def test_it_runs_as_a_module_without_an_accelerator():
     done = subprocess.run(command, capture_output=True, text=True, env={'JAX_PLATFORMS': 'cuda', 'HOME': '/'}, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert 'A decode step of 4 slots, predicted' in done.stdout
+
+
+def small(**fields):
+    """The smoke form: 4 responses of at most 32 tokens on 4 slots, 2 layers of which one is dense, pages of 8."""
+    return resolve(
+        commands.load_config('configs/qwen3_1p7b.py:smoke', [f'--config.{n}={v}' for n, v in fields.items()])
+    )
+
+
+def test_a_rollout_is_its_reads_and_the_time_of_its_layers():
+    """Responses of 3 and 50 tokens (cut at 32) after 40: by hand, token by token."""
+    run, chip = small(), chips.CHIPS['h200']
+    setup = make_setup(run)
+    lengths = Lengths(40, (3, 50))
+    assert plan_rollout.responses_of(run, lengths).tolist() == [3, 32, 3, 32]
+    seen = plan_rollout.forecast(run, setup.shape, setup.schedule, chip, ONE, lengths)
+    page, landmark = 2 * 8 * 2 * 16 * 4, 2 * 16 * 4  # bytes of a layer: two KV heads of 16 in float32
+    steps = [n for response in (3, 32, 3, 32) for n in range(41, 40 + response)]
+    pages = lambda n: -(-n // 8)
+    cache = sum((pages(n) + min(pages(n), 2 + 3)) * page + n // 8 * landmark for n in steps)
+    assert seen.cache_s == pytest.approx(cache / chip.read_bytes_per_s)
+    assert seen.layers_s == pytest.approx(31 * (chips.H200_DENSE_LAYER_OVERHEAD_S + chips.H200_SPARSE_LAYER_OVERHEAD_S))
+    assert seen.kv_read_fraction == pytest.approx(cache / (2 * page * sum(map(pages, steps))))
+    # Two data shards have half the responses each, and half the products.
+    half = plan_rollout.forecast(run, setup.shape, setup.schedule, chip, ONE | {'data': 2}, lengths)
+    assert half.cache_s == pytest.approx(seen.cache_s / 2)
+    assert half.learner_s == pytest.approx(seen.learner_s / 2)
+
+
+def test_products_by_hand():
+    run = small(**{'model.remat': True})
+    shape = make_setup(run).shape
+    tokens, prompt = 42.0, 40.0
+    forward = lambda n: 2 * shape.parameter_count() * n + 2 * 2 * 4 * 16 * n**2
+    flops = plan_rollout.learner_flops(run, shape, np.asarray([2, 2]), 40)
+    # Two prompts; scoring, and an update of forward, twice that backward, and the layers once more.
+    assert flops == pytest.approx(2 * forward(prompt) + 2 * 5 * forward(tokens))
+
+
+def test_published_tables_that_hold_the_target_are_compared(capsys, tmp_path):
+    """Those of p05 0.88 and more hold 0.87; of these the least one reads least."""
+    assert call(QWEN, POOL, '--target=0.87', f'--plot={tmp_path}/plan.png', '--chip=h200', '--devices=8') in (0, 1)
+    shown = capsys.readouterr().out
+    assert 'published, p05 0.75 (top-20)' in shown
+    assert 'best at p05 0.87: published, p05 0.88 (top-20), pages of 16 tokens, budgets ' in shown
+    assert (tmp_path / 'plan.png').stat().st_size > 10_000
+
+
+def calibration(target, chosen):
+    bin_ = lambda low: {'enough': True, 'alpha': {'p05': [low + 0.01, low, low + 0.02]}}
+    points = [
+        {'policy': 'block_mean', 'page_tokens': page, 'budget_tokens': budget, 'every_page': False, 'bins': [bin_(low)]}
+        for page, budget, low in ((16, 256, 0.8), (16, 512, 0.9), (32, 256, 0.7), (32, 512, 0.8))
+    ]
+    fields = {'bin_width_tokens': 2000, 'reserved_first_pages': 1, 'reserved_last_pages': 2, 'dense_layers': [0, 1]}
+    named = {
+        f'{page}.json': fields | {'page_tokens': page, 'budget_pages': budgets, 'policy': 'block_mean'}
+        for page, budgets in chosen
+    }
+    return {
+        'settings': {},
+        'facts': {'target_p05': target},
+        'points': points,
+        'chosen': [
+            {'file': f'{page}.json', 'policy': 'block_mean', 'page_tokens': page, 'missed_bins': [], 'unmet_bins': []}
+            for page, _ in chosen
+        ],
+        'schedules': named,
+    }
+
+
+def test_a_calibration_gives_its_schedules_and_those_of_another_target(tmp_path):
+    run = resolve(commands.load_config('configs/qwen3_1p7b.py'))
+    shape, file = make_setup(run).shape, tmp_path / 'calibration.json'
+    file.write_text(json.dumps(calibration(0.86, [(16, [32, 40]), (32, [9])])))
+    found = plan_rollout.candidates(run, shape, str(file), 0.86)[2:]
+    assert [(c.schedule.page_tokens, c.schedule.budget_pages, c.holds) for c in found] == [
+        (16, (32, 40), True),
+        (32, (9,), True),
+    ]
+    found = plan_rollout.candidates(run, shape, str(file), 0.78)[2:]
+    assert [(c.schedule.page_tokens, c.schedule.budget_pages, c.holds) for c in found] == [
+        (16, (16,), True),
+        (32, (16,), True),
+    ]
+    # No budget of 32-token pages reaches 0.85: every page is read.
+    budgets = [c.schedule.budget_pages for c in plan_rollout.candidates(run, shape, str(file), 0.85)[2:]]
+    assert budgets == [(32,), (EVERY_PAGE,)]
+
+
+def test_the_best_schedule_may_be_none_at_all():
+    forecast = lambda cache_s: plan_rollout.Forecast(0.5, cache_s, 1.0, 1.0, 1.0)
+    schedule = make_setup(small()).schedule
+    candidate = lambda name, holds: plan_rollout.Candidate(name, schedule, holds)
+    last = lambda *found: plan_rollout.lines([(candidate('dense', True), forecast(4.0)), *found], 0.9)[-1]
+    assert last((candidate('fast', False), forecast(1.0))).startswith('no schedule here is known to hold p05 at 0.9')
+    assert last((candidate('slow', True), forecast(5.0))).startswith('best at p05 0.9: the dense sampler')
+    best = last((candidate('wide', True), forecast(2.0)), (candidate('tight', True), forecast(1.0)))
+    assert best.startswith('best at p05 0.9: tight, pages of 8 tokens')
+    assert best.endswith('2.00 times the rollouts, 1.75 times the steps')

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.checks import check_floats, check_heads, check_integers, check_pages, check_reserved, check_shapes
 from pallas_kernels.implementation import Implementation, check_fit, kernel_module
+from pallas_kernels.page_select.policies import SelectionPolicy, named_policy
 from pallas_kernels.sparse_prefill import blocked
 from pallas_kernels.sparse_prefill.attention import masked_attention
 from pallas_kernels.sparse_prefill.selection import page_landmarks
@@ -28,15 +29,17 @@ def sparse_prefill(
     page_tokens: int,
     reserved_first: int,
     reserved_last: int,
+    policy: SelectionPolicy | str = SelectionPolicy.BLOCK_MEAN,
     implementation: Implementation = Implementation.REFERENCE,
+    selection: Implementation | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """What `landmark_update`, `page_select` and `sparse_decode` give token by token, for whole sequences at once.
 
     Query t reads the reserved pages and the budget[t] best others of the ceil((t + 1) / C) pages there were when its
-    token was the newest, by the score mean over the group's query heads of q . landmark in float32; equal scores: the
-    lower page. o[t] = softmax(q[t] . k / sqrt(A)) v over their tokens up to t (Sparrow, section on DistillSparse: the
-    teacher-forced sparse pass).
+    token was the newest, by the policy's score (by default the mean over the group's query heads of q . landmark, in
+    float32); equal scores: the lower page. o[t] = softmax(q[t] . k / sqrt(A)) v over their tokens up to t (Sparrow,
+    section on DistillSparse: the teacher-forced sparse pass).
 
     Args:
         q_BTHA: queries after RoPE and QK-norm, unscaled. A row holds one sequence from its start.
@@ -46,7 +49,10 @@ def sparse_prefill(
             a query with as many as there are pages is dense (those of the prompt).
         page_tokens: C.
         reserved_first, reserved_last: pages; the last must be at least 1.
+        policy: how pages are scored, see `page_select`.
         implementation: of `pallas_kernels.implementation`. The JAX path, `blocked`, has memory linear in T too.
+        selection: of the choice of pages; None: as `implementation`. Policies without kernels, which have 'block_mean'
+            alone, need `policy.implementation(implementation)` here.
         out_dtype: of the result, q's by default.
 
     Returns:
@@ -56,9 +62,11 @@ def sparse_prefill(
         anew in the backward pass may differ by a page where two scores are nearly equal. Gradients of padding are 0.
 
     Raises:
-        ValueError: shapes, dtypes or sizes do not fit each other or the implementation.
+        ValueError: shapes, dtypes, sizes or the policy do not fit each other or the implementation.
     """
     op = 'sparse_prefill'
+    selection = implementation if selection is None else selection
+    policy = named_policy(op, policy, selection)
     sizes = check_shapes(
         op,
         {
@@ -84,9 +92,12 @@ def sparse_prefill(
     # Zero times NaN would leak what the padding holds, into results and gradients; what is selected here does neither.
     q_BTHA, k_BTKA, v_BTKA = (jnp.where(valid_BT11, x, 0) for x in (q_BTHA, k_BTKA, v_BTKA))
     steps = _steps(implementation)
-    mask_BKWT = steps.page_mask(
+    page_mask = _steps(selection).page_mask
+    if policy is not SelectionPolicy.BLOCK_MEAN:
+        page_mask = functools.partial(page_mask, policy=policy)
+    mask_BKWT = page_mask(
         lax.stop_gradient(q_BTHA),
-        page_landmarks(lax.stop_gradient(k_BTKA), page_tokens),
+        page_landmarks(lax.stop_gradient(k_BTKA), page_tokens, policy),
         length_B,
         budget_BT,
         page_tokens=page_tokens,

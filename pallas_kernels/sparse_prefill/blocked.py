@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.sparse_prefill.selection import (
     WORD_PAGES,
     bisect,
@@ -28,24 +29,33 @@ QUERY_TILE = 128
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def page_mask(q_BTHA, landmark_BKNA, length_B, budget_BT, *, page_tokens, reserved_first, reserved_last):
+def page_mask(
+    q_BTHA,
+    landmark_BKNA,
+    length_B,
+    budget_BT,
+    *,
+    page_tokens,
+    reserved_first,
+    reserved_last,
+    policy=SelectionPolicy.BLOCK_MEAN,
+):
     """Bit mask `mask_BKWT` of the pages that each query reads, see `selection`."""
     B, T, _, _ = q_BTHA.shape
     K, N = landmark_BKNA.shape[1:3]
     landmark_BKNA = padded(landmark_BKNA.astype(jnp.float32), 2, WORD_PAGES)
-    mean_BKAT = padded(mean_query(q_BTHA, K), 3, QUERY_TILE)
+    scores_at = _scores(q_BTHA, landmark_BKNA, page_tokens, policy)
     budget_BT = padded(budget_BT, 1, QUERY_TILE)
     page_N1 = jnp.arange(landmark_BKNA.shape[2], dtype=jnp.int32)[:, None]
 
     def select(first_query):
-        mean_BKAt = lax.dynamic_slice_in_dim(mean_BKAT, first_query, QUERY_TILE, axis=3)
         budget_B11t = lax.dynamic_slice_in_dim(budget_BT, first_query, QUERY_TILE, axis=1)[:, None, None]
         position_t = first_query + jnp.arange(QUERY_TILE, dtype=jnp.int32)
         position_B11t = jnp.where(position_t < length_B[:, None], position_t, -1)[:, None, None]
         reserved_B1Nt, competes_B1Nt, competing_B11t = rivals(
             position_B11t, page_N1, page_tokens, reserved_first, reserved_last
         )
-        score_BKNt = jnp.einsum('bkna,bkat->bknt', landmark_BKNA, mean_BKAt, precision=lax.Precision.HIGHEST)
+        score_BKNt = scores_at(first_query)
         key_BKNt = contest(score_BKNt, competes_B1Nt)
 
         def count(chosen_BKNt):
@@ -60,8 +70,34 @@ def page_mask(q_BTHA, landmark_BKNA, length_B, budget_BT, *, page_tokens, reserv
         )
         return pack(reserved_B1Nt | (competes_B1Nt & wins(key_BKNt, page_N1, threshold_BK1t, limit_BK1t)))
 
-    mask_iBKWt = lax.map(select, jnp.arange(0, mean_BKAT.shape[3], QUERY_TILE, dtype=jnp.int32))
+    mask_iBKWt = lax.map(select, jnp.arange(0, budget_BT.shape[1], QUERY_TILE, dtype=jnp.int32))
     return _joined(mask_iBKWt, 3)[..., :T]
+
+
+def _scores(q_BTHA, landmark_BKNW, page_tokens, policy):
+    """A function of a tile's first query: the scores [B, K, N, t] of all pages for its queries."""
+    B, _, H, A = q_BTHA.shape
+    K, N = landmark_BKNW.shape[1:3]
+    if policy is SelectionPolicy.BLOCK_MEAN:
+        mean_BKAT = padded(mean_query(q_BTHA, K), 3, QUERY_TILE)
+
+        def of_means(first_query):
+            mean_BKAt = lax.dynamic_slice_in_dim(mean_BKAT, first_query, QUERY_TILE, axis=3)
+            return jnp.einsum('bkna,bkat->bknt', landmark_BKNW, mean_BKAt, precision=lax.Precision.HIGHEST)
+
+        return of_means
+
+    q_BTHA = padded(q_BTHA, 1, QUERY_TILE)
+
+    def of_policy(first_query):
+        q_BtHA = lax.dynamic_slice_in_dim(q_BTHA, first_query, QUERY_TILE, axis=1).astype(jnp.float32)
+        q_tBKGA = q_BtHA.swapaxes(0, 1).reshape(QUERY_TILE, B, K, H // K, A)
+        pages_t1 = ((first_query + 1 + jnp.arange(QUERY_TILE)) // page_tokens)[:, None]
+        full_tBN = jnp.broadcast_to((jnp.arange(N) < pages_t1)[:, None], (QUERY_TILE, B, N))
+        score_tBKN = jax.vmap(policy.scores, in_axes=(0, None, 0))(q_tBKGA, landmark_BKNW, full_tBN)
+        return jnp.moveaxis(score_tBKN, 0, 3)
+
+    return of_policy
 
 
 def forward(q_BTHA, k_BTKA, v_BTKA, mask_BKWT, *, page_tokens):

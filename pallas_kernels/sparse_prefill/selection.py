@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.landmark_update import page_mean
+from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.score_order import ordered
 
 WORD_PAGES = 32
@@ -27,12 +27,14 @@ def padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, -x.shape[axis] % multiple if a == axis else 0) for a in range(x.ndim)])
 
 
-def page_landmarks(k_BTKA: jax.Array, page_tokens: int) -> jax.Array:
-    """landmark_BKNA of a row's pages, as decoding makes them once a page is full; those of other pages have no use."""
+def page_landmarks(
+    k_BTKA: jax.Array, page_tokens: int, policy: SelectionPolicy = SelectionPolicy.BLOCK_MEAN
+) -> jax.Array:
+    """landmark_BKNW of a row's pages, as decoding makes them once a page is full; those of other pages have no use."""
     B, _, K, A = k_BTKA.shape
     k_BNCKA = padded(k_BTKA, 1, page_tokens).reshape(B, -1, page_tokens, K, A)
     k_BKNCA = k_BNCKA.transpose(0, 3, 1, 2, 4)
-    return page_mean(k_BKNCA).astype(k_BTKA.dtype)
+    return policy.landmark(k_BKNCA).astype(k_BTKA.dtype)
 
 
 def mean_query(q_BTHA: jax.Array, kv_heads: int) -> jax.Array:

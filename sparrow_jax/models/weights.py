@@ -44,6 +44,18 @@ def read_shape(path: str | pathlib.Path) -> DecoderShape:
     return DecoderShape.from_hf_config(_read_json(path / 'config.json'), where=str(path / 'config.json'))
 
 
+def open_tensors(path: pathlib.Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by its Hugging Face name; nothing is read but the headers.
+
+    Args:
+      path: from `source.locate`.
+
+    Raises:
+      ConfigError: a file that cannot be read, or a tensor that no supported model has.
+    """
+    return gguf.open_tensors(path) if path.is_file() else _open_safetensors(path)
+
+
 def load_params(path: str | pathlib.Path, abstract_params: nnx.State, param_dtype: Any = None) -> nnx.State:
     """Reads a checkpoint into the decoder's parameter tree, of each tensor only what this process's devices hold.
 
@@ -67,7 +79,7 @@ def load_params(path: str | pathlib.Path, abstract_params: nnx.State, param_dtyp
     """
     path = locate(path, WEIGHTS)
     shape = read_shape(path)
-    tensors = gguf.open_tensors(path) if path.is_file() else _open_safetensors(path)
+    tensors = open_tensors(path)
     slots = hf_slots(shape)
     repeated_head = _drop_known_extras(tensors, shape)
     for name, slot in slots.items():

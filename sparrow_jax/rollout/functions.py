@@ -91,7 +91,7 @@ class SamplerFunctions:
     ):
         self.graphdef, self.shape, self.mesh = graphdef, shape, mesh
         self.rollout, self.layout, self.dtype = rollout, layout, dtype
-        kernels, self.why_kernels = _choose_kernels(rollout.kernels, shape, mesh, dtype)
+        kernels, self.why_kernels = choose_kernels(rollout.kernels, shape, mesh, dtype)
         _, why_selection = schedule.policy.implementation(kernels)
         unfused = self._why_unfused(kernels, schedule)
         self.why_kernels += ''.join(f'; {reason}' for reason in (why_selection, unfused) if reason)
@@ -258,7 +258,7 @@ class SamplerFunctions:
         return why_unfused(self.shape, self.layout.slots, self.dtype)
 
 
-def _choose_kernels(asked: str, shape: DecoderShape, mesh: Mesh, dtype: np.dtype) -> tuple[Implementation, str]:
+def choose_kernels(asked: str, shape: DecoderShape, mesh: Mesh, dtype: np.dtype) -> tuple[Implementation, str]:
     """What runs the attention of decode steps, and the reason for it."""
     unfit = why_unfit(shape.head_dim, shape.query_heads // shape.kv_heads, dtype)
     tensor = mesh.shape['tensor']

@@ -7,7 +7,7 @@ sampler as a small array: budgets are values, so changing them compiles nothing.
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 from sparrow_jax.json_files import read_object
 
 DEFAULT_BIN_WIDTH_TOKENS = 2000  # as the published tables have it
+PUBLISHED_PAGE_TOKENS = 16
 EVERY_PAGE = 1 << 20  # a budget that no sequence reaches
 MOST = 1 << 30  # of a field: the device computes with int32, and budget and reserved pages are added up there
 FILE_FIELDS = (
@@ -30,6 +31,7 @@ FILE_FIELDS = (
     'dense_layers',
     'budget_pages',
 )
+CALIBRATION_FIELD = 'calibration'  # of a file that `sparrow_jax.calibrate` wrote: what its budgets were found with
 POLICY_FIELD = 'policy'  # of a file, too: budgets found under one policy say nothing about another
 
 
@@ -148,9 +150,23 @@ def _adaptive(start: Schedule, pages_per_sequence: int, bin_width_tokens: int) -
     )
 
 
-def _published(config: ScheduleConfig) -> dict[str, Any]:
+def published_targets(model: str) -> list[float]:
+    """Of the tables that there are for a model, ascending; none for other models."""
+    return sorted(row['target_p05'] for row in _tables()['schedules'] if row['model'] == model)
+
+
+def schedule_of_fields(fields: Mapping[str, Any], name: str) -> Schedule:
+    """A schedule from the fields that `to_file` gives. name: begins the errors, as in `load_schedule`."""
+    return dataclasses.replace(_checked('file', fields, name), policy=SelectionPolicy(fields[POLICY_FIELD]))
+
+
+def _tables() -> dict[str, Any]:
     text = importlib.resources.files('sparrow_jax.sparsity').joinpath('published_schedules.json').read_text()
-    data = json.loads(text)
+    return json.loads(text)
+
+
+def _published(config: ScheduleConfig) -> dict[str, Any]:
+    data = _tables()
     rows = data['schedules']
     models = sorted({row['model'] for row in rows})
     if config.model not in models:
@@ -183,6 +199,48 @@ def _check_policy(config: ScheduleConfig, policy: Any, name: str) -> None:
     if policy != config.policy:
         raise ConfigError(
             f'schedule.policy={config.policy!r}: the budgets of {name} were found with {policy!r}; set it to that'
+        )
+
+
+def check_calibration(
+    config: ScheduleConfig, *, model: str, model_hash: Callable[[], str], dtype: str, temperature: float
+) -> None:
+    """Refuses a calibrated file whose budgets were found with something else than the run has.
+
+    A file without the field 'calibration' says nothing of that, and is taken as it is.
+
+    Args:
+        config: which file, if any.
+        model: of the run, for the sentence; model_hash: makes its hash, where a file asks for one.
+        dtype, temperature: that the run samples with.
+
+    Raises:
+        ConfigError: another model, dtype or temperature.
+    """
+    if 'file' not in (config.kind, config.start if config.kind == 'adaptive' else ''):
+        return
+    name = f'schedule.path={config.path}'
+    facts = _from_file(Path(config.path)).get(CALIBRATION_FIELD)
+    if facts is None:
+        return
+    wanted = ('model', 'model_hash', 'dtype', 'temperature')
+    if not isinstance(facts, Mapping) or (missing := [field for field in wanted if field not in facts]):
+        which = f'; {missing[0]} is missing' if isinstance(facts, Mapping) else ''
+        raise ConfigError(f'{name}: {CALIBRATION_FIELD} must be an object with {", ".join(wanted)}{which}')
+    anew = 'or calibrate anew (python -m sparrow_jax.calibrate)'
+    for field, have, found in (
+        ('model.compute_dtype', dtype, facts['dtype']),
+        ('rollout.temperature', temperature, facts['temperature']),
+    ):
+        if have != found:
+            raise ConfigError(
+                f'{field}={have!r}: the budgets of {name} were found with {found!r}; set it to that, {anew}'
+            )
+    if (own := model_hash()) != facts['model_hash']:
+        raise ConfigError(
+            f'{name}: its budgets were found on another model ({facts["model"]}, hash {facts["model_hash"]!s:.12}) '
+            f'than this run begins with ({model}, hash {own:.12}); calibrate it (python -m sparrow_jax.calibrate), '
+            f'or take {CALIBRATION_FIELD!r} out of the file to use them all the same'
         )
 
 

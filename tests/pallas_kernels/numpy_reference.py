@@ -137,19 +137,21 @@ def landmark_update(pages_KPCE, landmark_BKNA, k_BKA, v_BKA, table_BN, position_
     return pages_KPCE, landmark_BKNA
 
 
-def prefill_pages(q_BTHA, k_BTKA, length_B, budget_BT, *, page_tokens, reserved_first, reserved_last):
+def prefill_pages(
+    q_BTHA, k_BTKA, length_B, budget_BT, *, page_tokens, reserved_first, reserved_last, policy='block_mean'
+):
     """bool [B, K, T, N]: the pages that each query read when its token was the newest one."""
     B, T, H, _ = q_BTHA.shape
     K, C, N = k_BTKA.shape[2], page_tokens, -(-k_BTKA.shape[1] // page_tokens)
     read_BKTN = np.zeros((B, K, T, N), bool)
     for b in range(B):
         for k in range(K):
-            full = [k_BTKA[b, n * C : (n + 1) * C, k].astype(np.float64).mean(axis=0) for n in range(length_B[b] // C)]
-            landmark_NA = [mean_A.astype(np.float32).astype(k_BTKA.dtype) for mean_A in full]
+            full = [page_landmark(k_BTKA[b, n * C : (n + 1) * C, k], policy) for n in range(length_B[b] // C)]
+            landmark_NW = [landmark_W.astype(np.float32).astype(k_BTKA.dtype) for landmark_W in full]
             for t in range(length_B[b]):
                 q_GA = q_BTHA[b, t].reshape(K, H // K, -1)[k]
                 budget = int(budget_BT[b, t])
-                read = select_pages(q_GA, landmark_NA, t + 1, budget, C, N, reserved_first, reserved_last)
+                read = select_pages(q_GA, landmark_NW, t + 1, budget, C, N, reserved_first, reserved_last, policy)
                 read_BKTN[b, k, t, read] = True
     return read_BKTN
 

@@ -9,8 +9,10 @@ import numpy_reference
 import pytest
 from jitted_operations import over
 
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import page_select
+from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_prefill import PAGE_MASK, blocked, cases, reference, sparse_prefill
 from pallas_kernels.sparse_prefill.selection import LEAST, contest, key_tile, pack, page_landmarks, unpack
@@ -50,16 +52,16 @@ def reference_with_gradients(q_BTHA, k_BTKA, v_BTKA, read_BKTN, do_BTHA, *, page
     return o_BTHA, *transposed(do_BTHA.astype(jnp.float32))
 
 
-page_mask = jax.jit(blocked.page_mask, static_argnames=STATICS, compiler_options=QUICKLY)
+page_mask = jax.jit(blocked.page_mask, static_argnames=(*STATICS, 'policy'), compiler_options=QUICKLY)
 
 
-def pages_of(arguments):
+def pages_of(arguments, policy=SelectionPolicy.BLOCK_MEAN):
     """bool [B, K, T, N] that the blocked path reads."""
     arguments = dict(arguments)
     arguments.pop('v_BTKA')
     k_BTKA = arguments.pop('k_BTKA')
-    landmark_BKNA = page_landmarks(k_BTKA, arguments['page_tokens'])
-    mask_BKWT = page_mask(landmark_BKNA=landmark_BKNA, **arguments)
+    landmark_BKNA = page_landmarks(k_BTKA, arguments['page_tokens'], policy)
+    mask_BKWT = page_mask(landmark_BKNA=landmark_BKNA, **arguments, policy=policy)
     return np.asarray(unpack(mask_BKWT, landmark_BKNA.shape[2])).swapaxes(2, 3)
 
 
@@ -125,6 +127,32 @@ def test_the_same_pages_are_chosen(name):
     all_KTN = np.broadcast_to(np.tri(case.tokens)[:, :: case.page_tokens] == 1, read_BKTN[0].shape)
     assert (read_BKTN[0] <= all_KTN).all()
     assert (read_BKTN[0] != all_KTN).any()
+
+
+@pytest.mark.parametrize('policy', ['quest', 'group_softmax'])
+@pytest.mark.parametrize('name', ['small', 'tiles'])
+def test_the_pages_of_other_policies_are_chosen(name, policy):
+    case = CASES[name]
+    read_BKTN = pages_of(case.arguments(), SelectionPolicy(policy))
+    arguments = as_numpy(case.arguments())
+    del arguments['v_BTKA']
+    np.testing.assert_array_equal(read_BKTN, numpy_reference.prefill_pages(**arguments, policy=policy))
+    assert (read_BKTN != numpy_pages(name)).any()
+
+
+@pytest.mark.parametrize('policy', ['quest', 'group_softmax'])
+def test_a_policy_without_kernels_is_refused_unless_its_pages_are_chosen_otherwise(policy):
+    arguments = CASES['small'].arguments()
+    kernels = Implementation.MOSAIC_GPU_INTERPRETED
+    with pytest.raises(ValueError, match=f"policy='{policy}' has no kernels; use implementation='reference'"):
+        sparse_prefill(**arguments, policy=policy, implementation=kernels)
+    attend = jax.jit(sparse_prefill, static_argnames=(*STATICS, 'policy'), compiler_options=QUICKLY)
+    read_BKTN = pages_of(arguments, SelectionPolicy(policy))
+    q_BTHA, k_BTKA, v_BTKA = (arguments[name] for name in ('q_BTHA', 'k_BTKA', 'v_BTKA'))
+    expected_BTHA, *_ = reference_with_gradients(
+        q_BTHA, k_BTKA, v_BTKA, read_BKTN, random_like(q_BTHA), page_tokens=CASES['small'].page_tokens
+    )
+    assert_close(attend(**arguments, policy=policy), expected_BTHA, TOLERANCE['float32'])
 
 
 def decode_token_by_token(case):
