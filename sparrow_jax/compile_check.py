@@ -1,4 +1,4 @@
-"""python -m sparrow_jax.compile_check --config=configs/X.py --slice=v5e:4x4 [--out=FILE.json]
+"""python -m sparrow_jax.compile_check --config=configs/X.py --topology=v5e:4x4 [--out=FILE.json]
 
 Compiles, without an accelerator, all that a run does on a TPU slice, for the devices of that slice: the copy of the
 weights to the sampler, prefill, the decode segment, the probes' measure (of an adaptive schedule), scoring, gradients
@@ -90,13 +90,13 @@ class Program:
         return self.beside_bytes + self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
-def compile_check(run: RunConfig, workdir: str, slice: str, out: str, only: str) -> int:
+def compile_check(run: RunConfig, workdir: str, topology: str, out: str, only: str) -> int:
     """Compiles and prints; returns the exit code."""
     if workdir:
         raise ConfigError(f'--workdir={workdir}: this command takes none')
     if out and (why_not := why_no_file(Path(out))):
         raise ConfigError(f'--out={out}: {why_not}')
-    named = parse_slice(slice)
+    named = parse_slice(topology)
     chip, shape = CHIPS[named.chip], published_shape(run)
     schedule = load_schedule(run.schedule, run.rollout, shape.layers, run.mismatch.bin_width_tokens)
     mesh = meshes.make_mesh(run.parallel, slice_devices(named))
@@ -276,7 +276,7 @@ class Check:
         """All of it, for a file."""
         run, shape = self.frame.run, self.frame.shape
         return {
-            'slice': str(named),
+            'topology': str(named),
             'jax': jax.__version__,
             'model': model_name(shape),
             'mesh': dict(self.frame.mesh.shape),
@@ -368,7 +368,7 @@ def _refused_arrays(refused: str) -> Iterator[tuple[list[int], int]]:
 
 
 def _flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string('slice', None, 'TPU slice, e.g. v5e:4x4, v6e:8x8 or v5p:2x2x4', flag_values=values)
+    flags.DEFINE_string('topology', None, 'TPU slice, e.g. v5e:4x4, v6e:8x8 or v5p:2x2x4', flag_values=values)
     flags.DEFINE_string('out', '', 'JSON file to write all of it to', flag_values=values)
     flags.DEFINE_string(
         'only', '', 'programs to compile, by the beginnings of their names, e.g. decode,gradients', flag_values=values

@@ -52,15 +52,15 @@ def parse_slice(text: str) -> Slice:
     chip, _, grid = text.partition(':')
     if chip in CHIPS and CHIPS[chip].platform == 'gpu':
         raise ConfigError(
-            f'--slice={text}: programs for several GPUs cannot be compiled without a GPU here: that takes the CUDA '
+            f'--topology={text}: programs for several GPUs cannot be compiled without a GPU here: that takes the CUDA '
             f'plugin and autotuning on the device; name a TPU slice, such as {_EXAMPLES}'
         )
     if chip not in _DIMENSIONS:
-        raise ConfigError(f'--slice={text}: the chips are {", ".join(_DIMENSIONS)}; write e.g. {_EXAMPLES}')
+        raise ConfigError(f'--topology={text}: the chips are {", ".join(_DIMENSIONS)}; write e.g. {_EXAMPLES}')
     count = _DIMENSIONS[chip]
     if not re.fullmatch(r'[1-9]\d{0,3}' + r'x[1-9]\d{0,3}' * (count - 1), grid, re.ASCII):
         raise ConfigError(
-            f'--slice={text}: a grid of {chip} has {count} dimensions, written {"x".join("ABC"[:count])}; '
+            f'--topology={text}: a grid of {chip} has {count} dimensions, written {"x".join("ABC"[:count])}; '
             f'the chips are {", ".join(_DIMENSIONS)}, e.g. {_EXAMPLES}'
         )
     return Slice(chip, tuple(map(int, grid.split('x'))))
@@ -81,14 +81,16 @@ def slice_devices(named: Slice) -> list[jax.Device]:
         os.environ.setdefault(_LIBRARY, str(library))
     elif _LIBRARY not in os.environ and importlib.util.find_spec('libtpu') is None:
         raise ConfigError(
-            f'--slice={named}: the compiler is missing; run `make test` once, install libtpu, or set {_LIBRARY} to its '
-            'libtpu.so'
+            f'--topology={named}: the compiler is missing; run `make test` once, install libtpu, or set {_LIBRARY} to '
+            'its libtpu.so'
         )
     try:
         with _silent_stderr():
             return topologies.get_topology_desc(platform='tpu', topology_name=str(named)).devices
     except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(f'--slice={named}: libtpu knows no such slice ({error}); write e.g. {_EXAMPLES}') from error
+        raise ConfigError(
+            f'--topology={named}: libtpu knows no such slice ({error}); write e.g. {_EXAMPLES}'
+        ) from error
 
 
 @contextlib.contextmanager

@@ -95,13 +95,13 @@ def test_the_compiler_counts_the_arguments_as_the_estimate_does():
 @pytest.mark.slow
 def test_one_slot_a_shard_exchanges_nothing_and_the_figures_are_written(tmp_path, capsys):
     out = tmp_path / 'check.json'
-    assert call(f'--config={CONFIG}', '--slice=v5e:2x2', '--only=decode', f'--out={out}') == 0
+    assert call(f'--config={CONFIG}', '--topology=v5e:2x2', '--only=decode', f'--out={out}') == 0
     shown = capsys.readouterr().out
     assert 'Collectives of a decode step: 0' in shown
     assert 'none brings weights or cache together' in shown
     assert 'margin' in shown
     facts = json.loads(out.read_text())
-    assert facts['slice'] == 'v5e:2x2'
+    assert facts['topology'] == 'v5e:2x2'
     assert facts['mesh'] == {'data': 4, 'fsdp': 1, 'tensor': 1}
     assert [program['name'] for program in facts['programs']] == [SEGMENT]
     assert facts['problems'] == []
@@ -125,15 +125,15 @@ def test_what_does_not_fit_is_a_problem_with_the_largest_tensors():
 
 
 MISTAKES = {
-    ('--slice=v9:4x4',): '--slice=v9:4x4: the chips are v5e, v6e, v5p, tpu7x',
-    ('--slice=v5e:5x5',): '--slice=v5e:5x5: libtpu knows no such slice',
-    ('--slice=h200:8',): '--slice=h200:8: programs for several GPUs cannot be compiled without a GPU',
-    (): '--slice: missing',
-    ('--slice=v5e:2x2', '--workdir=w'): '--workdir=w: this command takes none',
-    ('--slice=v5e:2x2', '--out=setup.cfg/x.json'): '--out=setup.cfg/x.json: ',
-    ('--slice=v5e:2x2', '--only=x'): '--only=x: the programs are copy of the weights, prefill',
-    ('--slice=v5e:2x2', '--config.parallel.tensor=3'): 'must multiply to the 4 devices',
-    ('--slice=v5e:2x4',): 'rollout.slots=4: must be a multiple of the 8 data shards',
+    ('--topology=v9:4x4',): '--topology=v9:4x4: the chips are v5e, v6e, v5p, tpu7x',
+    ('--topology=v5e:5x5',): '--topology=v5e:5x5: libtpu knows no such slice',
+    ('--topology=h200:8',): '--topology=h200:8: programs for several GPUs cannot be compiled without a GPU',
+    (): '--topology: missing',
+    ('--topology=v5e:2x2', '--workdir=w'): '--workdir=w: this command takes none',
+    ('--topology=v5e:2x2', '--out=setup.cfg/x.json'): '--out=setup.cfg/x.json: ',
+    ('--topology=v5e:2x2', '--only=x'): '--only=x: the programs are copy of the weights, prefill',
+    ('--topology=v5e:2x2', '--config.parallel.tensor=3'): 'must multiply to the 4 devices',
+    ('--topology=v5e:2x4',): 'rollout.slots=4: must be a multiple of the 8 data shards',
 }
 
 

@@ -37,7 +37,7 @@ def test_a_slice_is_read(text, chip, grid, chips):
     ],
 )
 def test_a_mistake_in_a_slice_names_what_there_is(text, words):
-    with pytest.raises(ConfigError, match=f'^--slice={text}: ') as caught:
+    with pytest.raises(ConfigError, match=f'^--topology={text}: ') as caught:
         parse_slice(text)
     assert words in str(caught.value)
     assert 'v5e:4x4' in str(caught.value)
