@@ -19,6 +19,7 @@ PARTS = {  # of the check, as the estimate calls them
     'parameters': 'parameters',
     'optimizer': 'optimizer',
     'start policy': 'start policy',
+    'critic': 'critic',
     'sampler weights': 'sampler weights',
     'KV pool': 'rollout: KV pool',
     'landmarks': 'rollout: landmarks',

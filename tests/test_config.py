@@ -78,7 +78,7 @@ def test_derived_sizes():
         ('mismatch.min_count', 0, 'must be positive'),
         ('mismatch.floor_every_steps', -1, 'must not be negative'),
         ('mismatch.floor_sequences', 0, 'must be positive'),
-        ('learner.advantage', 'ppo', 'must be one of grpo, dr_grpo, rloo'),
+        ('learner.advantage', 'ppo', 'must be one of grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae'),
         ('learner.updates_per_step', 0, 'must be at least 1'),
         ('learner.updates_per_step', 3, 'must divide rollout.prompts_per_step=64'),
         ('learner.rows_per_microbatch', 0, 'must be at least 1'),
@@ -89,7 +89,6 @@ def test_derived_sizes():
         ('learner.clip_low', 1.0, 'must be in [0, 1)'),
         ('learner.clip_low', -0.1, 'must be in [0, 1)'),
         ('learner.clip_high', -0.1, 'must not be negative'),
-        ('learner.tis_cap', -1.0, 'must not be negative'),
         ('learner.kl_coef', -0.1, 'must not be negative'),
         ('optimizer.learning_rate', -1e-6, 'must not be negative'),
         ('optimizer.warmup_steps', -1, 'must not be negative'),
@@ -251,7 +250,10 @@ def test_a_whole_number_serves_as_a_float():
 
 
 def test_limits_may_be_infinite_and_seeds_large():
-    limits = {name: float('inf') for name in ('learner.tis_cap', 'learner.clip_high', 'optimizer.max_grad_norm')}
+    limits = {
+        name: float('inf')
+        for name in ('learner.correction_high', 'critic.clip', 'learner.clip_high', 'optimizer.max_grad_norm')
+    }
     resolve(change(make_config(), {**limits, 'seed': 1_700_000_000_000, 'data.seed': -5}))
 
 

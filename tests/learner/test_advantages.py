@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparrow_jax.config import ALGORITHM_ADVANTAGES
+from sparrow_jax import algorithm_checks
 from sparrow_jax.learner.advantages import ADVANTAGES, dr_grpo, gae, grpo, rloo
 
 # Two prompts of four samples. Means .25 and 3; standard deviations (n - 1) .5 and sqrt(20 / 3).
 REWARD_PR = jnp.array([[1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 4.0, 6.0]])
 
 
-def test_every_configurable_algorithm_exists():
-    assert set(ADVANTAGES) == set(ALGORITHM_ADVANTAGES)
+def test_every_configurable_advantage_exists():
+    assert set(ADVANTAGES) == set(algorithm_checks.ADVANTAGES)
+    assert {name for name, one in ADVANTAGES.items() if one.to_go} == set(algorithm_checks.OF_TOKENS)
 
 
 def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
@@ -32,10 +33,10 @@ def test_rloo_subtracts_the_mean_of_the_others():
     np.testing.assert_allclose(rloo(REWARD_PR), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize('name', sorted(ADVANTAGES))
+@pytest.mark.parametrize('name', algorithm_checks.COMPARING)
 def test_a_group_of_equal_rewards_has_no_signal(name):
     # 0.5, 1 and 0 sum without rounding: the zeros are exact, not small.
-    advantage_PR = ADVANTAGES[name](jnp.array([[1.0] * 4, [0.5] * 4, [0.0] * 4]))
+    advantage_PR = ADVANTAGES[name].of_group(jnp.array([[1.0] * 4, [0.5] * 4, [0.0] * 4]))
     np.testing.assert_array_equal(advantage_PR, np.zeros((3, 4)))
 
 

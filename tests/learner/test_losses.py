@@ -1,5 +1,7 @@
 """Losses and their gradients against values worked out by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,14 @@ import pytest
 
 from sparrow_jax.learner.losses import PolicyLoss, policy_loss, supervised_loss
 
-step = jax.jit(jax.value_and_grad(policy_loss, has_aux=True), static_argnums=6)
-PLAIN = PolicyLoss(clip_low=0.2, clip_high=0.28, tis_cap=0.0, kl_coef=0.0)
+step = jax.jit(jax.value_and_grad(policy_loss, has_aux=True), static_argnums=7)
+PLAIN = PolicyLoss(clip_low=0.2, clip_high=0.28)
+TIS = PolicyLoss(0.2, 0.28, correction='tis', correction_high=3.0, kl_coef=0.1)
 LOG_2 = 0.693147
+ONE_4 = jnp.ones((1, 4))  # one segment
 
 
-def run(constants=PLAIN, *, ratio, advantage, weight=None, reference=None, mask=None):
+def run(constants=PLAIN, *, ratio, advantage, weight=None, reference=None, mask=None, segment=None):
     """Loss, metrics and gradient with respect to logp for one row whose ratios pi / pi_old, weights pi_old / actor
     and reference ratios pi_ref / pi are given."""
     ratio_BT, advantage_BT = jnp.array([ratio], jnp.float32), jnp.array([advantage], jnp.float32)
@@ -20,9 +24,17 @@ def run(constants=PLAIN, *, ratio, advantage, weight=None, reference=None, mask=
     weight_BT = ones_BT if weight is None else jnp.array([weight], jnp.float32)
     reference_BT = ones_BT if reference is None else jnp.array([reference], jnp.float32)
     mask_BT = ones_BT if mask is None else jnp.array([mask], jnp.float32)
+    segment_BT = ones_BT.astype(jnp.int32) if segment is None else jnp.array([segment])
     logp_old_BT = jnp.full_like(ratio_BT, -1.5)
     logp_BT = logp_old_BT + jnp.log(ratio_BT)
-    rest = (logp_old_BT, logp_old_BT - jnp.log(weight_BT), logp_BT + jnp.log(reference_BT), advantage_BT, mask_BT)
+    rest = (
+        logp_old_BT,
+        logp_old_BT - jnp.log(weight_BT),
+        logp_BT + jnp.log(reference_BT),
+        advantage_BT,
+        mask_BT,
+        segment_BT,
+    )
     (loss, metrics), gradient_BT = step(logp_BT, *rest, constants)
     return float(loss), {name: float(value) for name, value in metrics.items()}, np.asarray(gradient_BT)[0]
 
@@ -49,7 +61,7 @@ def test_clipped_policy_gradient(ratio, advantage, loss, gradient):
 
 def test_truncated_importance_weights_multiply_and_carry_no_gradient():
     """Weights 5, .25 and 2 with cap 3 count as 3, .25 and 2: loss -(3 + .25 * 2 - 2 * 1)."""
-    capped = PolicyLoss(0.2, 0.28, tis_cap=3.0, kl_coef=0.0)
+    capped = dataclasses.replace(TIS, kl_coef=0.0)
     facts = {'ratio': [1.0, 1.0, 1.0], 'advantage': [1.0, 2.0, -1.0], 'weight': [5.0, 0.25, 2.0]}
     loss, metrics, gradient_T = run(capped, **facts)
     np.testing.assert_allclose(loss, -1.5, rtol=1e-5)
@@ -65,7 +77,7 @@ def test_truncated_importance_weights_multiply_and_carry_no_gradient():
     }
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-    loss, metrics, _ = run(PLAIN, **facts)  # tis_cap 0: no correction, the same statistics
+    loss, metrics, _ = run(PLAIN, **facts)  # no correction, the same statistics
     np.testing.assert_allclose(loss, -2.0, rtol=1e-5)
     np.testing.assert_allclose(metrics['rollout_corr/rollout_is_mean'], 7.25, rtol=1e-5)
     assert metrics['rollout_corr/rollout_is_capped_fraction'] == 0.0
@@ -73,19 +85,19 @@ def test_truncated_importance_weights_multiply_and_carry_no_gradient():
 
 def test_kl_to_the_reference_is_k3():
     """d = log 2: k3 = 2 - log 2 - 1, slope 1 - 2. d = -log 2: k3 = .5 + log 2 - 1, slope 1 - .5."""
-    constants = PolicyLoss(0.2, 0.28, tis_cap=0.0, kl_coef=0.1)
+    constants = dataclasses.replace(PLAIN, kl_coef=0.1)
     loss, metrics, gradient_T = run(constants, ratio=[1.0, 1.0], advantage=[0.0, 0.0], reference=[2.0, 0.5])
     np.testing.assert_allclose(loss, 0.1 * (1 - LOG_2 + LOG_2 - 0.5), rtol=1e-5)
     np.testing.assert_allclose(gradient_T, [-0.1, 0.05], rtol=1e-5)
-    np.testing.assert_allclose(metrics['actor/kl_loss'], 0.5, rtol=1e-5)
-    assert 'actor/kl_loss' not in run(ratio=[1.0], advantage=[0.0])[1]
+    np.testing.assert_allclose(metrics['loss/actor/kl_loss'], 0.5, rtol=1e-5)
+    assert 'loss/actor/kl_loss' not in run(ratio=[1.0], advantage=[0.0])[1]
 
 
 def test_metrics_are_sums_over_kept_tokens():
     loss, metrics, gradient_T = run(ratio=[1.0, 2.0, 0.5], advantage=[1.0, -1.0, 7.0], mask=[1.0, 1.0, 0.0])
     np.testing.assert_allclose(loss, -1 + 2, rtol=1e-5)
     np.testing.assert_allclose(gradient_T, [-1.0, 2.0, 0.0], rtol=1e-5)
-    np.testing.assert_allclose(metrics['actor/pg_loss'], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(metrics['loss/actor/pg_loss'], 1.0, rtol=1e-5)
     np.testing.assert_allclose(metrics['actor/ratio_mean'], 3.0, rtol=1e-5)
     np.testing.assert_allclose(metrics['actor/ppo_kl'], -LOG_2, rtol=1e-5)
 
@@ -93,9 +105,9 @@ def test_metrics_are_sums_over_kept_tokens():
 def test_only_logp_carries_a_gradient():
     logp_BT = jnp.array([[-1.0, -2.0]])
     arguments = (logp_BT, logp_BT - 0.1, logp_BT - 0.3, logp_BT + 0.2)
-    constants = PolicyLoss(0.2, 0.28, tis_cap=3.0, kl_coef=0.1)
-    both = jax.jit(jax.grad(policy_loss, argnums=(0, 1, 2, 3), has_aux=True), static_argnums=6)
-    gradients, _ = both(*arguments, jnp.array([[1.0, -1.0]]), jnp.ones((1, 2)), constants)
+    both = jax.jit(jax.grad(policy_loss, argnums=(0, 1, 2, 3), has_aux=True), static_argnums=7)
+    ones_BT = jnp.ones((1, 2))
+    gradients, _ = both(*arguments, jnp.array([[1.0, -1.0]]), ones_BT, ones_BT, TIS)
     assert np.abs(gradients[0]).min() > 0
     for gradient_BT in gradients[1:]:
         np.testing.assert_array_equal(gradient_BT, np.zeros((1, 2)))
@@ -105,13 +117,12 @@ def test_only_logp_carries_a_gradient():
 @pytest.mark.parametrize('place', range(5))
 def test_what_stands_at_masked_places_changes_neither_loss_nor_gradient(place, junk):
     """0 * inf: place 0 is logp itself, then old, actor and reference log-probs and the advantage."""
-    constants = PolicyLoss(0.2, 0.28, tis_cap=3.0, kl_coef=0.1)
     mask_BT = jnp.array([[1.0, 0.0, 1.0, 0.0]])
     clean = [jnp.array([[-0.5, -1.0, -2.0, -0.1]]) * scale for scale in (1.0, 1.1, 0.9, 0.8, -2.0)]
     dirty = list(clean)
     dirty[place] = jnp.where(mask_BT > 0, clean[place], junk)
-    (loss, metrics), gradient_BT = step(*clean, mask_BT, constants)
-    (dirty_loss, dirty_metrics), dirty_gradient_BT = step(*dirty, mask_BT, constants)
+    (loss, metrics), gradient_BT = step(*clean, mask_BT, ONE_4, TIS)
+    (dirty_loss, dirty_metrics), dirty_gradient_BT = step(*dirty, mask_BT, ONE_4, TIS)
     assert np.abs(np.asarray(gradient_BT)[0, [0, 2]]).min() > 0
     assert dirty_loss == loss
     assert dirty_metrics == metrics
@@ -120,9 +131,8 @@ def test_what_stands_at_masked_places_changes_neither_loss_nor_gradient(place, j
 
 @pytest.mark.parametrize('junk', [0.0, np.nan])
 def test_all_tokens_masked(junk):
-    constants = PolicyLoss(0.2, 0.28, tis_cap=3.0, kl_coef=0.1)
     junk_BT = jnp.full((2, 3), junk)
-    (loss, metrics), gradient_BT = step(*[junk_BT] * 5, jnp.zeros((2, 3)), constants)
+    (loss, metrics), gradient_BT = step(*[junk_BT] * 5, jnp.zeros((2, 3)), jnp.ones((2, 3)), TIS)
     assert loss == 0
     assert set(map(float, metrics.values())) == {0.0}
     np.testing.assert_array_equal(gradient_BT, np.zeros((2, 3)))
@@ -132,5 +142,5 @@ def test_supervised_loss_is_the_sum_of_kept_negative_log_probs():
     logp_BT, mask_BT = jnp.array([[-1.0, -2.0, jnp.nan], [-4.0, -0.5, -8.0]]), jnp.array([[0, 1, 0], [1, 0, 1]])
     (loss, metrics), gradient_BT = jax.value_and_grad(supervised_loss, has_aux=True)(logp_BT, mask_BT)
     assert loss == 14.0
-    assert metrics == {'supervised/loss': 14.0}
+    assert metrics == {'loss/supervised/loss': 14.0}
     np.testing.assert_array_equal(gradient_BT, [[0, -1, 0], [-1, 0, -1]])
