@@ -125,11 +125,13 @@ def _estimate(estimator: _Estimator, rows: Rows, logp_old_BT, logp_reference_BT,
 
 
 def _summary(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Sum, sum of squares, largest, negative smallest over kept places, and how many these are."""
+    """Of the kept places: how many, their mean, the sum of squared distances from it, largest, negative smallest."""
     kept_BT = mask_BT > 0
+    count = kept_BT.sum().astype(jnp.float32)
     x_BT = jnp.where(kept_BT, x_BT, 0.0)
+    mean = x_BT.sum() / jnp.maximum(count, 1.0)
     largest = lambda x_BT: jnp.where(kept_BT, x_BT, -jnp.inf).max()
-    return jnp.stack([x_BT.sum(), (x_BT**2).sum(), largest(x_BT), largest(-x_BT), kept_BT.sum().astype(jnp.float32)])
+    return jnp.stack([count, mean, jnp.where(kept_BT, (x_BT - mean) ** 2, 0.0).sum(), largest(x_BT), largest(-x_BT)])
 
 
 def _normalize(rows: Rows, mean: jax.Array, std: jax.Array) -> jax.Array:
@@ -146,19 +148,20 @@ class Moments:
         """Takes in those of a micro-batch, from `TokenAdvantages.estimate`."""
         for name, summary in summaries.items():
             new = np.asarray(summary, np.float64)
-            old = self._found.get(name, np.array([0.0, 0.0, -np.inf, -np.inf, 0.0]))
-            together = old + new
-            together[2:4] = np.maximum(old[2:4], new[2:4])
-            self._found[name] = together
+            self._found[name] = _together(self._found[name], new) if name in self._found else new
 
     def mean(self, name: str) -> float:
-        total, _, _, _, tokens = self._found[name]
-        return float(total / max(tokens, 1.0))
+        return float(self._found[name][1])
 
     def std(self, name: str) -> float:
         """With n in the denominator."""
-        _, squares, _, _, tokens = self._found[name]
-        return float(np.sqrt(max(squares / max(tokens, 1.0) - self.mean(name) ** 2, 0.0)))
+        count, _, squares, _, _ = self._found[name]
+        return float(np.sqrt(squares / max(count, 1.0)))
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """Smallest and largest; 0 where there is nothing."""
+        count, _, _, largest, negative_smallest = self._found[name]
+        return (float(-negative_smallest), float(largest)) if count else (0.0, 0.0)
 
     def metrics(self, sequences: float) -> dict[str, float]:
         """Under verl's names. Advantages are those that the policy learns from, beside the spread that they were
@@ -168,26 +171,36 @@ class Moments:
             sequences: responses of the step that count.
         """
         mean, std = self.mean('advantages'), self.std('advantages')
-        _, _, largest, negative_smallest, tokens = self._found['advantages']
-        scale = lambda x: float((x - mean) / (std + EPS)) if tokens else 0.0
+        low, high = ((x - mean) / (std + EPS) for x in self.limits('advantages'))
         metrics = {
             'critic/advantages/mean': 0.0,
-            'critic/advantages/max': scale(largest),
-            'critic/advantages/min': scale(-negative_smallest),
+            'critic/advantages/max': high,
+            'critic/advantages/min': low,
             'critic/advantages/std_before': std,
         }
         if 'rewards' in self._found:
-            metrics['critic/rewards/mean'] = float(self._found['rewards'][0] / max(sequences, 1.0))
+            tokens = self._found['rewards'][0]
+            metrics['critic/rewards/mean'] = self.mean('rewards') * float(tokens) / max(sequences, 1.0)
         if 'kl' in self._found:
             metrics['actor/reward_kl_penalty'] = self.mean('kl')
         for name in ('values', 'returns'):
             if name in self._found:
-                _, _, largest, negative_smallest, _ = self._found[name]
-                metrics[f'critic/{name}/mean'] = self.mean(name)
-                metrics[f'critic/{name}/max'] = float(largest)
-                metrics[f'critic/{name}/min'] = float(-negative_smallest)
+                low, high = self.limits(name)
+                metrics |= {
+                    f'critic/{name}/mean': self.mean(name),
+                    f'critic/{name}/max': high,
+                    f'critic/{name}/min': low,
+                }
         if 'errors' in self._found:
             spread = self.std('returns') ** 2
-            explained = 1 - self.std('errors') ** 2 / spread if spread > 0 else float('nan')
-            metrics['critic/vf_explained_var'] = explained
+            metrics['critic/vf_explained_var'] = 1 - self.std('errors') ** 2 / spread if spread else float('nan')
         return metrics
+
+
+def _together(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The summary of two sets of numbers from the summaries of each (Chan, Golub and LeVeque, 1979)."""
+    count = a[0] + b[0]
+    apart = b[1] - a[1]
+    share = b[0] / max(count, 1.0)
+    squares = a[2] + b[2] + apart**2 * a[0] * share
+    return np.array([count, a[1] + apart * share, squares, max(a[3], b[3]), max(a[4], b[4])])
