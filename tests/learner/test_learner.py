@@ -261,6 +261,17 @@ def test_the_denominator_is_the_kept_tokens(packed):
     assert_gradients(actual, expected)
 
 
+def test_a_sequence_that_is_left_out_is_scored_but_not_learned_from(packed):
+    """As if it were not there, for the loss; its log-probs and masks stay, for what is measured."""
+    *others, last = SAMPLES
+    with_it = packed.batches([*others, dataclasses.replace(last, learned=False)])
+    actual, metrics = packed.gradients(with_it)
+    expected, expected_metrics = packed.gradients(packed.batches(others))
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+    assert_gradients(actual, expected)
+    assert sum(float(rows.mask_BT.sum()) for rows, *_ in with_it) == sum(len(s.response_ids) for s in SAMPLES)
+
+
 # ---------------------------------------------------------------------------------------------- updates
 
 
