@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import statistics
 import subprocess
 import sys
@@ -355,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         'implementation': implementation.value,
         'read_bandwidth_tb_s': bandwidth / 1e12,
         'valid': valid,
-        'command': ' '.join(sys.argv),
+        'command': shlex.join(['python', '-m', 'pallas_kernels.bench', *(sys.argv[1:] if argv is None else argv)]),
     }
     rows = []
     for group in by_cache(shapes):

@@ -79,7 +79,7 @@ def paged_flash(
     B, T, H, A = q_BTHA.shape
     K, _, C, _ = pages_KPCE.shape
     G, M = H // K, ids_BLM.shape[-1]
-    plan = _Plan.make(T, G, A, C, M, pages_KPCE.dtype, blocks)
+    plan = Plan.make(T, G, A, C, M, pages_KPCE.dtype, blocks)
     part = jnp.dtype(out_dtype) if plan.splits == 1 else jnp.dtype(jnp.float32)
     out_type = [jax.ShapeDtypeStruct((B, plan.splits, T, H, A), part)]
     if plan.splits > 1:
@@ -103,7 +103,7 @@ def paged_flash(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """All sizes of one call. Queries of a row block: `queries`; its rows are (query, head of the group)."""
 
     T: int
@@ -121,7 +121,7 @@ class _Plan:
     splits: int
 
     @classmethod
-    def make(cls, T: int, G: int, A: int, C: int, M: int, dtype, blocks: Blocks) -> '_Plan':
+    def make(cls, T: int, G: int, A: int, C: int, M: int, dtype, blocks: Blocks) -> 'Plan':
         dtype = jnp.dtype(dtype)
         queries = min(T, MAX_ROWS[dtype.name] // G)
         tile = blocks.tile_tokens
@@ -151,6 +151,11 @@ class _Plan:
         """bfloat16 terms that an operand is made of."""
         return 1 + max(i for i, _ in self.terms)
 
+    def tokens(self, count: jax.Array, length: jax.Array) -> jax.Array:
+        """That `count` pages hold, the last of which ends where a sequence of `length` tokens does."""
+        tokens = (count - 1) * self.C + lax.rem(length - 1, jnp.int32(self.C)) + 1
+        return jnp.where((count > 0) & (length > 0), tokens, 0)
+
     def scratch(self, out_dtype: jnp.dtype) -> dict[str, object]:
         swizzled = lambda columns: (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
         bf16 = lambda *shape: plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(64))
@@ -170,43 +175,51 @@ class _Plan:
         return kept
 
 
-def _body(plan: _Plan, numbers: int, q_BTHA, pages_KPCE, ids_BLM, *refs, **scratch) -> None:
+def _body(plan: Plan, numbers: int, q_BTHA, pages_KPCE, ids_BLM, *refs, **scratch) -> None:
     wait_for_previous()
     b, k = lax.axis_index('sequence'), lax.axis_index('head')
-    split = lax.axis_index('split')
-    tokens, outputs = _tokens(plan, b, k, *refs[:numbers]), refs[numbers:]
+    ids_M = ids_BLM.at[b, 0 if ids_BLM.shape[1] == 1 else k]
+    outputs = [out.at[b] for out in refs[numbers:]]
+    attend(plan, k, q_BTHA.at[b], pages_KPCE.at[k], ids_M, _tokens(plan, b, k, *refs[:numbers]), outputs, scratch)
+
+
+def attend(plan: Plan, k, q_THA, pages_PCE, ids_M, tokens, outputs, scratch) -> None:
+    """What a thread block does for one sequence and KV head k, with references to what is theirs.
+
+    Args:
+        tokens: that the listed pages hold.
+        outputs: of `kernel`, of the sequence.
+        scratch: of `Plan.scratch`.
+    """
+    split, row_block = lax.axis_index('split'), lax.axis_index('row_block')
     first = split * plan.split_tiles
     last = jnp.minimum(first + plan.split_tiles, pl.cdiv(tokens, jnp.int32(plan.tile)))
 
     @pl.when(lax.axis_index('warpgroup') == 1)
     def _():
-        _copy_tiles(
-            plan, pages_KPCE.at[k], ids_BLM.at[b, 0 if ids_BLM.shape[1] == 1 else k], tokens, first, last, scratch
-        )
+        _copy_tiles(plan, pages_PCE, ids_M, tokens, first, last, scratch)
 
     @pl.when(lax.axis_index('warpgroup') == 0)
     def _():
-        _load_queries(plan, q_BTHA.at[b], k, scratch)
+        _load_queries(plan, q_THA, k, scratch)
         o_AR, top_R, total_R = _attend_tiles(plan, tokens, first, last, scratch)
         if plan.splits == 1:
             o_AR = o_AR / lax.broadcast_in_dim(jnp.maximum(total_R, 1e-30), o_AR.shape, (1,))
         else:
-            _, top_out, total_out = (out.at[b] for out in outputs)
-            top_out[k, lax.axis_index('row_block'), split] = top_R
-            total_out[k, lax.axis_index('row_block'), split] = total_R
-        _store_queries(plan, o_AR, outputs[0].at[b, split], k, scratch['o'])
+            _, top_out, total_out = outputs
+            top_out[k, row_block, split] = top_R
+            total_out[k, row_block, split] = total_R
+        _store_queries(plan, o_AR, outputs[0].at[split], k, scratch['o'])
 
 
-def _tokens(plan: _Plan, b, k, first, length_B=None):
+def _tokens(plan: Plan, b, k, first, length_B=None):
     """Tokens that the listed pages hold, of either form of `tokens`."""
     if length_B is None:
         return first[b, 0 if first.shape[1] == 1 else k]
-    length = length_B[b]
-    tokens = (jnp.minimum(first[b], plan.M) - 1) * plan.C + lax.rem(length - 1, jnp.int32(plan.C)) + 1
-    return jnp.where((first[b] > 0) & (length > 0), tokens, 0)
+    return plan.tokens(jnp.minimum(first[b], plan.M), length_B[b])
 
 
-def _copy_tiles(plan: _Plan, pages_PCE, ids_M, tokens, first, last, scratch) -> None:
+def _copy_tiles(plan: Plan, pages_PCE, ids_M, tokens, first, last, scratch) -> None:
     kv, full, empty = scratch['kv'], scratch['full'], scratch['empty']
     # What one copy brings: a page, or the part of one that is a tile.
     unit = min(plan.C, plan.tile)
@@ -244,7 +257,7 @@ def _copy_tiles(plan: _Plan, pages_PCE, ids_M, tokens, first, last, scratch) -> 
     let_next_start()
 
 
-def _each_query(plan: _Plan, act) -> None:
+def _each_query(plan: Plan, act) -> None:
     """act(rows of the block, query number) for the block's queries that exist."""
     start = lax.axis_index('row_block') * plan.queries
     for i in range(plan.queries):
@@ -255,7 +268,7 @@ def _each_query(plan: _Plan, act) -> None:
             pl.when(start + i < plan.T)(functools.partial(act, rows, start + i))
 
 
-def _load_queries(plan: _Plan, q_THA, k, scratch) -> None:
+def _load_queries(plan: Plan, q_THA, k, scratch) -> None:
     q_given, q, q_full = scratch['q_given'], scratch['q'], scratch['q_full']
     heads = pl.ds(k * plan.G, plan.G)
     start = lax.axis_index('row_block') * plan.queries
@@ -268,7 +281,7 @@ def _load_queries(plan: _Plan, q_THA, k, scratch) -> None:
     _store_terms(q_AR, [q.at[i] for i in range(plan.parts)], transposed=True)
 
 
-def _attend_tiles(plan: _Plan, tokens, first, last, scratch):
+def _attend_tiles(plan: Plan, tokens, first, last, scratch):
     """(o_AR unnormalized, largest score by row in powers of two, sum of weights by row)."""
     L, rows = plgpu.Layout.WGMMA, (plan.rows,)
     row_layout = L.reduce(0)
@@ -312,7 +325,7 @@ def _attend_tiles(plan: _Plan, tokens, first, last, scratch):
     return o_AR, top_R, total_SR.sum(axis=0)
 
 
-def _seen(plan: _Plan, tokens, start) -> jax.Array:
+def _seen(plan: Plan, tokens, start) -> jax.Array:
     """Which of a tile's tokens each row sees."""
     shape = (plan.tile, plan.rows)
     token_SR = start + iota(shape, 0, layout=plgpu.Layout.WGMMA)
@@ -323,7 +336,7 @@ def _seen(plan: _Plan, tokens, start) -> jax.Array:
     return token_SR < tokens - plan.T + 1 + query_SR
 
 
-def _terms_of(plan: _Plan, kv_SE, lanes, scratch, valid) -> list:
+def _terms_of(plan: Plan, kv_SE, lanes, scratch, valid) -> list:
     """References to the bfloat16 terms of a tile's keys or values. valid: tokens from there on become zeros."""
     half_SA = kv_SE.at[:, lanes]
     if valid is None and plan.parts == 1:
@@ -353,7 +366,7 @@ def _store_terms(array: jax.Array, terms: list, *, transposed: bool = False) -> 
     plgpu.commit_smem()
 
 
-def _store_queries(plan: _Plan, o_AR, out_THA, k, o) -> None:
+def _store_queries(plan: Plan, o_AR, out_THA, k, o) -> None:
     store_transposed(o, o_AR.astype(o.dtype))
     plgpu.commit_smem()
     heads = pl.ds(k * plan.G, plan.G)
@@ -361,7 +374,7 @@ def _store_queries(plan: _Plan, o_AR, out_THA, k, o) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _combine(plan: _Plan, K: int, o_BsTHA, top_BKbsR, total_BKbsR) -> jax.Array:
+def _combine(plan: Plan, K: int, o_BsTHA, top_BKbsR, total_BKbsR) -> jax.Array:
     """One result from the splits'."""
     B, s, T, H, _ = o_BsTHA.shape
     used = plan.queries * plan.G

@@ -34,6 +34,7 @@ _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgr
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 _HALF_OF_MEMORY = 114 << 10  # bytes, of a multiprocessor's shared memory
+_MOST_OF_A_BLOCK = 226 << 10  # bytes of shared memory for arrays; one KiB more is left to barriers
 
 _SINCE_0_11 = tuple(int(part) for part in jax.__version__.split('.')[:2]) >= (0, 11)
 _PLAIN_ROWS = _SINCE_0_11  # layouts are found for an array written transposed into shared memory of plain rows
@@ -106,6 +107,11 @@ def kernel(
         interpret=_INTERPRETER if interpret else False,
         name=name,
     )
+
+
+def fits(scratch_types: Iterable[Any]) -> bool:
+    """Whether a thread block can have all of this in shared memory."""
+    return _shared_bytes(scratch_types) <= _MOST_OF_A_BLOCK
 
 
 def _shared_bytes(scratch_types: Iterable[Any]) -> int:

@@ -169,6 +169,7 @@ def _probing(config: ControllerConfig, schedule: Schedule) -> Probing | None:
         urgent_count=config.urgent_count,
         tolerance=config.tolerance,
         least_budget=config.least_pages,
+        reserved_pages=schedule.reserved_pages,
     )
     return Probing(control, config.probes, config.most_pages)
 

@@ -41,6 +41,7 @@ def run(
     workdir_required: bool = True,
     config_required: bool = True,
     uses_devices: bool = True,
+    uses_jax: bool = True,
     define_flags: Callable[[flags.FlagValues], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
@@ -52,6 +53,7 @@ def run(
             **more)`.
         workdir_required, config_required: whether the command works without the flag.
         uses_devices: whether the command runs on the devices of the configuration, with all processes that it names.
+        uses_jax: whether it uses JAX at all; if not, its import is spared.
         define_flags: defines further flags on the given `FlagValues`, for example
             `flags.DEFINE_string('prompt', None, 'the question', flag_values=values)`; `main` gets them as keyword
             arguments. A flag whose default is None must be given.
@@ -71,7 +73,8 @@ def run(
         if workdir_required and not values.workdir:
             raise ConfigError('--workdir: missing; give the folder of the run, e.g. --workdir=runs/first')
         run_config = resolve(config) if config_required else None
-        _prepare_jax(run_config if uses_devices else None)
+        if uses_jax:
+            _prepare_jax(run_config if uses_devices else None)
         arguments = (values.workdir,) if run_config is None else (run_config, values.workdir)
         code = main(*arguments, **more)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""The numbers of a run: `metrics.jsonl`, `samples.jsonl` and TensorBoard events in the work directory.
+"""The numbers of a run: `metrics.jsonl`, `samples.jsonl`, `alpha_histogram.jsonl` and TensorBoard events in the work
+directory.
 
 The training loop gives one mapping per step and some answers; a person's scripts read the files. They are the record
 that a resumed run must reproduce: rows after the restored checkpoint are cut off at the start. Fields under
@@ -28,7 +29,7 @@ class MetricsWriter:
     Args:
         workdir: an open work directory. On a process that is not primary nothing is written.
         start_step: step of the checkpoint that was restored; None where the run begins anew. Rows of later steps, and
-            a line that a kill left incomplete, are removed from both files.
+            a line that a kill left incomplete, are removed from all files.
 
     A row is on disk (flushed) when `write` returns. Write the row of step n before the checkpoint of step n is saved:
     a run killed between the two then writes the row again, and none is missing.
@@ -41,10 +42,11 @@ class MetricsWriter:
         self._primary = workdir.primary
         if not self._primary:
             return
-        for file in (workdir.metrics_file, workdir.samples_file):
+        for file in (workdir.metrics_file, workdir.samples_file, workdir.histogram_file):
             _cut_after(file, start_step)
         self._metrics = open(workdir.metrics_file, 'a', encoding='utf-8')  # noqa: SIM115
         self._samples = open(workdir.samples_file, 'a', encoding='utf-8')  # noqa: SIM115
+        self._histograms = open(workdir.histogram_file, 'a', encoding='utf-8')  # noqa: SIM115
         # purge_step hides the events of steps that are done again.
         self._events = SummaryWriter(str(workdir.tensorboard), purge_step=self._last_step + 1)
 
@@ -74,10 +76,17 @@ class MetricsWriter:
         for values in rows if self._primary else ():
             append_row(self._samples, {'step': step, **values})
 
+    def write_histogram(self, step: int, tokens_X: np.ndarray) -> None:
+        """Appends how many tokens of a step each cell of alpha has, int [CELLS] (`sparsity.tail.histogram`)."""
+        if self._primary:
+            self._histograms.write(json.dumps({'step': step, 'tokens': tokens_X.tolist()}) + '\n')
+            self._histograms.flush()
+
     def close(self) -> None:
         if self._primary:
             self._metrics.close()
             self._samples.close()
+            self._histograms.close()
             self._events.close()
 
     def __enter__(self) -> Self:

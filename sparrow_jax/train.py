@@ -23,6 +23,7 @@ from sparrow_jax.console import RL_COLUMNS, SUPERVISED_COLUMNS, Console
 from sparrow_jax.interrupts import Interrupts
 from sparrow_jax.metrics import CompileCounter, MetricsWriter, read_rows
 from sparrow_jax.parallel import transfer
+from sparrow_jax.report import write_report
 from sparrow_jax.tasks.verifiers import Verifier
 from sparrow_jax.trainer import Trainer
 from sparrow_jax.workdir import Workdir
@@ -62,6 +63,8 @@ def train(run: RunConfig, workdir_path: str) -> int:
                 checkpoints.wait()
                 saved = checkpoints.latest_step()
                 console.interrupted(saved or 0, saved=saved is not None)
+                if not interrupts.forced:
+                    _report(console, workdir)
                 return 130
 
 
@@ -111,6 +114,8 @@ def _steps(
             metrics.update(trainer.timings, **compiles.take())
             writer.write(position.step, metrics)
             writer.write_samples(position.step, prepared.answers)
+            if prepared.alpha_X is not None:
+                writer.write_histogram(position.step, prepared.alpha_X)
             if compiles.late:
                 console.warn(f'compiled after warm-up: {", ".join(compiles.late)}')
                 compiles.late.clear()
@@ -118,9 +123,11 @@ def _steps(
                 trainer.save(checkpoints)
         if stops and position.step < run.steps:
             checkpoints.wait()
+            _report(console, workdir)
             console.message('the same command goes on from here, until the guard stops it again; guard.* may change')
             return STOPPED_BY_GUARD
     checkpoints.wait()
+    _report(console, workdir)
     _finish(console, workdir, first_accuracy, last_accuracy)
     return 0
 
@@ -206,6 +213,17 @@ def _start_block(
         facts['resumed'] = f'from the checkpoint of step {restored}'
     title = 'Reinforcement learning' if run.phase == 'rl' else 'Supervised training'
     return title, facts
+
+
+def _report(console: Console, workdir: Workdir) -> None:
+    """Writes the report of what the logs hold so far, if anything; a run does not fail for it."""
+    if not workdir.primary or not read_rows(workdir.metrics_file):
+        return
+    console.status('writing the report')
+    try:
+        console.message(f'report: {write_report([workdir.path], workdir.report_file)}')
+    except Exception as error:
+        console.warn(f'no report was written ({error}); the run is complete without it')
 
 
 def _python() -> str:

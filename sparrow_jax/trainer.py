@@ -64,12 +64,14 @@ class Prepared:
         metrics: of the step so far.
         answers: rows for samples.jsonl.
         controller: after the step's rollout, under an adaptive schedule.
+        alpha_X: histogram of the sampled tokens' alphas, where the step measured them.
     """
 
     updates: list[list[MicroBatch]]
     metrics: dict[str, float]
     answers: list[dict]
     controller: Controller | None = None
+    alpha_X: np.ndarray | None = None
 
 
 def as_samples(
@@ -269,8 +271,10 @@ class Trainer:
             metrics.update(more)
         if adapted is not None:
             metrics.update(self.adaptation(adapted, prompt_tokens, drawn.responses))
+        alpha_X = None
         if self.measured(step):
-            metrics.update(self.mismatch(scored))
+            mismatch, alpha_X = self.mismatch(scored)
+            metrics.update(mismatch)
         if self.floored(step):
             metrics['sparse/alpha_floor_p05'] = self.floor(step, weights, drawn.requests)
         metrics['perf/total_num_tokens'] = float(sum(s.tokens for s in samples))
@@ -279,7 +283,7 @@ class Trainer:
         answers = answer_rows(
             prompt_texts, drawn.problems[shown], drawn.completions[shown], drawn.scores[shown], drawn.responses[shown]
         )
-        return Prepared(updates, metrics, answers, adapted.controller if adapted else None)
+        return Prepared(updates, metrics, answers, adapted.controller if adapted else None, alpha_X)
 
     def draw(self, step: int, weights: nnx.State) -> tuple[Answers, Adapted | None, int]:
         """Batches of prompts with their answers and scores, until enough prompts have answers that differ, or the
@@ -426,7 +430,8 @@ class Trainer:
             jax.block_until_ready(scored[-1][1].logp_BT)
         return batches, scored
 
-    def mismatch(self, scored: list[tuple[Rows, Scores]]) -> dict[str, float]:
+    def mismatch(self, scored: list[tuple[Rows, Scores]]) -> tuple[dict[str, float], np.ndarray]:
+        """Metrics of the sampled tokens' alphas, and their histogram."""
         config = self.run.mismatch
         metrics, tail = mismatch_metrics(scored, config.bin_width_tokens, config.min_count)
         if tail.bins_too_small:
@@ -434,7 +439,7 @@ class Trainer:
                 f'length bins with fewer than mismatch.min_count={config.min_count} tokens have no p05; '
                 'sparse/bins_below_min_count counts them'
             )
-        return metrics
+        return metrics, tail.histogram_X
 
     def floor(self, step: int, weights: nnx.State, requests: list[Request]) -> float:
         """p05 of alpha between the decode path with all pages and the learner: what numerical differences alone

@@ -6,7 +6,8 @@ until `close`; `metrics.py` and `checkpoint.py` write below it. Commands that on
 
     config.json      the configuration of the run      checkpoints/   see checkpoint.py
     metrics.jsonl    one object per step               tensorboard/   the same numbers as events
-    samples.jsonl    some answers of each step         report.html    written by the report command
+    samples.jsonl    some answers of each step         report.html    see the report command
+    alpha_histogram.jsonl    tokens in each cell of alpha, see sparsity/tail.py
 """
 
 import errno
@@ -23,6 +24,9 @@ from sparrow_jax.json_files import read_object
 
 CONFIG_NAME = 'config.json'
 METRICS_NAME = 'metrics.jsonl'
+SAMPLES_NAME = 'samples.jsonl'
+HISTOGRAM_NAME = 'alpha_histogram.jsonl'
+REPORT_NAME = 'report.html'
 CHECKPOINTS_NAME = 'checkpoints'
 LOCK_NAME = '.lock'
 
@@ -58,7 +62,11 @@ class Workdir:
 
     @property
     def samples_file(self) -> Path:
-        return self.path / 'samples.jsonl'
+        return self.path / SAMPLES_NAME
+
+    @property
+    def histogram_file(self) -> Path:
+        return self.path / HISTOGRAM_NAME
 
     @property
     def checkpoints(self) -> Path:
@@ -70,7 +78,7 @@ class Workdir:
 
     @property
     def report_file(self) -> Path:
-        return self.path / 'report.html'
+        return self.path / REPORT_NAME
 
     @classmethod
     def open(

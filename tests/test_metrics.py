@@ -91,22 +91,26 @@ def test_arrays_and_steps_out_of_order_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize('torn', ['', '{"step": 6, "a"', '{"step": 6, "a": 1}'])
-def test_a_resume_cuts_both_files_back_to_the_checkpoint(tmp_path, torn):
+def test_a_resume_cuts_all_files_back_to_the_checkpoint(tmp_path, torn):
     with MetricsWriter(make_workdir(tmp_path), None) as writer:
         for step in range(6):
             writer.write(step, {'a': step})
             writer.write_samples(step, [SAMPLE | {'completion': f'é{step}{i}\n'} for i in range(2)])
-    for name in ('metrics.jsonl', 'samples.jsonl'):
+            writer.write_histogram(step, np.asarray([step, 0]))
+    for name in ('metrics.jsonl', 'samples.jsonl', 'alpha_histogram.jsonl'):
         with open(tmp_path / name, 'a') as file:
             file.write(torn)
     with MetricsWriter(make_workdir(tmp_path), 3) as writer:
         assert [row['step'] for row in read_rows(tmp_path / 'metrics.jsonl')] == [0, 1, 2, 3]
         writer.write(4, {'a': 'again'})
         writer.write_samples(4, [SAMPLE])
+        writer.write_histogram(4, np.asarray([0, 9]))
     assert [(row['step'], row['a']) for row in read_rows(tmp_path / 'metrics.jsonl')][3:] == [(3, 3), (4, 'again')]
     samples = read_rows(tmp_path / 'samples.jsonl')
     assert [row['step'] for row in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
     assert samples[7] == {'step': 3} | SAMPLE | {'completion': 'é31\n'}
+    histograms = read_rows(tmp_path / 'alpha_histogram.jsonl')
+    assert histograms[2:] == [{'step': 2 + i, 'tokens': tokens} for i, tokens in enumerate([[2, 0], [3, 0], [0, 9]])]
 
 
 def test_without_a_checkpoint_the_files_begin_anew(tmp_path):
@@ -137,6 +141,7 @@ def test_other_processes_of_a_run_write_nothing(tmp_path):
     with MetricsWriter(make_workdir(tmp_path, primary=False), None) as writer:
         writer.write(1, {'a': 1})
         writer.write_samples(1, [SAMPLE])
+        writer.write_histogram(1, np.asarray([1]))
     assert list(tmp_path.iterdir()) == []
 
 

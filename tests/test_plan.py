@@ -88,7 +88,7 @@ def test_the_bytes_are_those_of_the_engine_s_arrays(fields):
     run = resolve(commands.load_config('configs/qwen3_1p7b.py:smoke', overrides))
     setup = make_setup(run)
     adaptive = setup.schedule.kind == 'adaptive'
-    control = Control(0.86, setup.schedule.bin_width_tokens, 40, 10, 0.01, 1)
+    control = Control(0.86, setup.schedule.bin_width_tokens, 40, 10, reserved_pages=setup.schedule.reserved_pages)
     engine = Engine(
         setup.graphdef,
         setup.shape,

@@ -19,8 +19,11 @@ from tiny_run import (
 from sparrow_jax import commands, trainer
 from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import ConfigError
+from sparrow_jax.console import Console
 from sparrow_jax.metrics import read_rows
-from sparrow_jax.train import STOPPED_BY_GUARD, train
+from sparrow_jax.sparsity.tail import CELLS, gap_edges
+from sparrow_jax.train import STOPPED_BY_GUARD, _report, train
+from sparrow_jax.workdir import Workdir
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +119,31 @@ def test_answers_are_kept_beside_the_numbers(whole):
         rewards = [answer['reward'] for answer in answers if answer['step'] == step]
         assert np.mean(rewards) == pytest.approx(score)
         assert len({answer['prompt'] for answer in answers if answer['step'] == step}) == 4
+
+
+def test_histograms_of_alpha_agree_with_the_numbers(whole):
+    rows, histograms = rows_of(whole)[1:], read_rows(whole / 'alpha_histogram.jsonl')
+    assert [h['step'] for h in histograms] == [row['step'] for row in rows]
+    edges = gap_edges()
+    for row, histogram in zip(rows, histograms, strict=True):
+        tokens_X = np.asarray(histogram['tokens'])
+        assert tokens_X.sum() == 8 * (row['response_length/mean'] - 1)  # of 8 answers all but the first token
+        cell = CELLS - 1 - np.argmax(np.cumsum(tokens_X[::-1]) > np.floor(0.05 * (tokens_X.sum() - 1)))
+        assert 1 - edges[cell + 1] - 1e-6 <= row['sparse/alpha_p05'] <= 1 - edges[cell] + 1e-6
+
+
+def test_it_ends_with_a_report(whole):
+    assert '<title>whole · sparrow_jax</title>' in (whole / 'report.html').read_text('utf-8')
+
+
+def test_a_run_does_not_fail_for_its_report(runs, whole, tmp_path, capsys, monkeypatch):
+    shutil.copytree(whole, tmp_path / 'copy')
+    (tmp_path / 'copy/report.html').unlink()
+    monkeypatch.setattr('sparrow_jax.report.page.MOST_BYTES', 10)
+    with Workdir.open(str(tmp_path / 'copy'), runs.config({}), 'train') as workdir, Console() as console:
+        _report(console, workdir)
+    assert 'warning: no report was written (the logs have too many different metrics' in capsys.readouterr().out
+    assert not (tmp_path / 'copy/report.html').exists()
 
 
 def test_golden_metrics(whole):
@@ -459,6 +487,7 @@ def test_interrupted_at_step_3(where, signals, every_steps, saved, runs, whole, 
         workdir = runs.train(name, {'checkpoint.every_steps': every_steps}, expected_code=130)
     assert f'Stopped. Saved at step {saved}; run the same command to go on.' in capsys.readouterr().out
     assert newest_checkpoint(workdir)[0] == saved
+    assert (workdir / 'report.html').exists() == (signals == 1)  # not where a person would not wait
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_same_run(runs.train(name), whole)
 
@@ -469,6 +498,7 @@ def test_interrupted_before_the_first_step(runs, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert 'Stopped before anything was saved (step 0); run the same command to begin again.' in out
     assert rows_of(workdir) == []
+    assert not (workdir / 'report.html').exists()
 
 
 def interrupt(patch, where: str, signals: int, at_step: int) -> None:

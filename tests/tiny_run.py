@@ -147,7 +147,8 @@ def newest_checkpoint(workdir: pathlib.Path) -> tuple[int, dict[str, np.ndarray]
 def assert_same_run(workdir: pathlib.Path, expected: pathlib.Path) -> None:
     """Rows, answers, weights, optimizer state and data position are equal bit for bit."""
     assert same_everywhere(rows_of(workdir)) == same_everywhere(rows_of(expected))
-    assert read_rows(workdir / 'samples.jsonl') == read_rows(expected / 'samples.jsonl')
+    for name in ('samples.jsonl', 'alpha_histogram.jsonl'):
+        assert read_rows(workdir / name) == read_rows(expected / name)
     step, arrays, facts = newest_checkpoint(workdir)
     expected_step, expected_arrays, expected_facts = newest_checkpoint(expected)
     assert (step, facts) == (expected_step, expected_facts)

@@ -18,6 +18,7 @@ from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import page_select
 from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.rotate_and_write import rotate_and_write
+from pallas_kernels.select_decode import select_decode
 from pallas_kernels.sparse_decode import sparse_decode
 from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
@@ -345,8 +346,19 @@ def attend_layer(
     """Attention of one query a sequence to the chosen pages, to all of them in a dense layer."""
     if layer in statics.dense_layers:
         return attend_all(q_BHA[:, None], pages_KPCE, table_BN, length_B, statics)[:, 0]
-    chosen = choose_pages(q_BHA, landmark_BKNA, table_BN, length_B, budget_B, statics)
-    return attend_chosen(q_BHA, pages_KPCE, *chosen, length_B, statics)
+    if statics.policy is not SelectionPolicy.BLOCK_MEAN or statics.heads.copies > 1:
+        chosen = choose_pages(q_BHA, landmark_BKNA, table_BN, length_B, budget_B, statics)
+        return attend_chosen(q_BHA, pages_KPCE, *chosen, length_B, statics)
+    choose_and_attend = functools.partial(
+        select_decode,
+        max_pages=statics.max_pages,
+        reserved_first=statics.reserved_first,
+        reserved_last=statics.reserved_last,
+        landmarks_at_rest=statics.fused,
+        implementation=statics.kernels,
+    )
+    run = statics.heads.each(choose_and_attend, (SECOND, FIRST, SECOND, WHOLE, WHOLE, WHOLE), SECOND)
+    return run(q_BHA, pages_KPCE, landmark_BKNA, table_BN, length_B, budget_B)
 
 
 def _prefill_attend(cache: Cache, prompts: Prompts, statics: SamplerStatics) -> Attend:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.rotate_and_write import rotate_and_write
 from sparrow_jax.parallel.transfer import place, read
 from sparrow_jax.rollout.cache import Cache, Slots
-from sparrow_jax.rollout.decode import SamplerStatics, attend_all, attend_chosen, choose_pages, write_token
+from sparrow_jax.rollout.decode import SamplerStatics, attend_layer, choose_pages, write_token
 from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.rollout.functions import CACHE, SHARDED, WHOLE, Sampling
 from sparrow_jax.rollout.fused_step import fused_hidden
@@ -150,20 +150,23 @@ class StepParts:
         self._graphs: dict[str, Callable] = {}
 
     def reading(self, full: FullSlots, cached_tokens: int) -> dict[str, float]:
-        """Seconds of what depends on the cache: `attention` of all layers and `select`, the choice of their pages."""
+        """Seconds of what depends on the cache.
+
+        `select`: the choice of pages alone. `attention`: what it and the attention of all layers take in the sampler,
+        where they may be one kernel, beyond that.
+        """
         B = self.engine.rollout.slots
+        query, cache, table_BN = self._queries(), full.cache, full.slots.table_BN
         length_B, budget_B = (self._integers(n) for n in (cached_tokens, self.engine.schedule.budget_pages[0]))
-        query = self._queries()
-        landmarks = [full.cache.landmarks[layer] for layer in self.sparse_layers]
-        choose = (landmarks, full.slots.table_BN, length_B, budget_B)
-        select_s, ids = 0.0, []
+        select_s = 0.0
         if self.sparse_layers:
+            choose = (query, [cache.landmarks[layer] for layer in self.sparse_layers], table_BN, length_B, budget_B)
             first_BK = self._placed(np.zeros((B, self.statics.heads.cache_heads), np.int32))
-            select_s = self._seconds('select', self._select, (query, *choose), first_BK)
-            ids = self._chosen(query, choose)
-        attend = (full.cache.pages, full.slots.table_BN, length_B, ids)
-        specs = (CACHE.pages, SHARDED, SHARDED, SHARDED)
-        return {'attention': self._seconds('attention', self._attend, attend, query, specs), 'select': select_s}
+            select_s = self._seconds('select', self._select, choose, first_BK)
+        attend = (cache.pages, cache.landmarks, table_BN, length_B, budget_B)
+        specs = (CACHE.pages, CACHE.landmarks, SHARDED, SHARDED, SHARDED)
+        both_s = self._seconds('attention', self._attend, attend, query, specs)
+        return {'attention': both_s - select_s, 'select': select_s}
 
     def others(self, full: FullSlots, cached_tokens: int) -> dict[str, float]:
         """Seconds of what is the same for every length and schedule.
@@ -193,29 +196,21 @@ class StepParts:
 
     # ------------------------------------------------------------------ one step of each part
 
-    def _attend(self, _turn, q_BTHA, pages, table_BN, length_B, ids):
+    def _attend(self, _turn, q_BTHA, pages, landmarks, table_BN, length_B, budget_B):
         """The result of one layer is the query of the next."""
-        chosen = iter(ids)
-        for layer, pages_KPCE in enumerate(pages):
-            if layer in self.statics.dense_layers:
-                q_BTHA = attend_all(q_BTHA, pages_KPCE, table_BN, length_B, self.statics)
-            else:
-                ids_BKM, count_B = next(chosen)
-                q_BHA = attend_chosen(q_BTHA[:, 0], pages_KPCE, ids_BKM, count_B, length_B, self.statics)
-                q_BTHA = q_BHA[:, None]
-        return q_BTHA
+        q_BHA = q_BTHA[:, 0]
+        for layer, cache in enumerate(zip(pages, landmarks, strict=True)):
+            q_BHA = attend_layer(layer, q_BHA, *cache, table_BN, length_B, budget_B, self.statics)
+        return q_BHA[:, None]
 
     def _select(self, _turn, first_BK, query, landmarks, table_BN, length_B, budget_B):
         unforeseen_B = (first_BK < 0).any(axis=1)  # never
-        query = query + unforeseen_B[:, None, None, None].astype(query.dtype)
-        chosen = self._choose(query, landmarks, table_BN, length_B, budget_B)
-        return sum(ids_BKM[:, :, 0] for ids_BKM, _ in chosen)
-
-    def _choose(self, query, landmarks, table_BN, length_B, budget_B) -> list[tuple[jax.Array, jax.Array]]:
-        return [
-            choose_pages(query[:, 0], landmark_BKNA, table_BN, length_B, budget_B, self.statics)
+        q_BHA = query[:, 0] + unforeseen_B[:, None, None].astype(query.dtype)
+        chosen = (
+            choose_pages(q_BHA, landmark_BKNA, table_BN, length_B, budget_B, self.statics)
             for landmark_BKNA in landmarks
-        ]
+        )
+        return sum(ids_BKM[:, :, 0] for ids_BKM, _ in chosen)
 
     def _multiply(self, turn, carry, weights, start_B):
         """Keys and values are kept: unused, they would not be computed. The fused step makes them with the queries."""
@@ -302,12 +297,6 @@ class StepParts:
             )
         seconds, carry = median_seconds(lambda carry: self._graphs[name](fixed, carry), carry)
         return seconds / steps, carry
-
-    def _chosen(self, query: jax.Array, choose: tuple) -> list[tuple[jax.Array, jax.Array]]:
-        """Pages of every sparse layer and how many of them, for the attention."""
-        if 'chosen' not in self._graphs:
-            self._graphs['chosen'] = jax.jit(self.engine.functions.mapped(self._choose, (SHARDED,) * 5, SHARDED))
-        return self._graphs['chosen'](query, *choose)
 
     def _noise(self) -> Noise:
         """Of all draws of a segment, which makes it before its first step."""

@@ -20,11 +20,9 @@ from jax import lax
 from sparrow_jax.sparsity import belief as beliefs
 from sparrow_jax.sparsity.belief import Belief
 from sparrow_jax.sparsity.mismatch import TAIL
+from sparrow_jax.sparsity.tail import CELLS, LEAST_GAP, gap_edges
 
 _BIN_STATE = ('budget_Z', 'moves_Z', 'p05_Z')
-CELLS = 512  # of the histogram; one is 2.7% of 1 - alpha
-LEAST_GAP = 1e-6  # 1 - alpha below this counts as this
-LEAST_BUDGET = 0.5  # pages, as far as logarithms go
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Control:
         tolerance: below the target, within which a bin at its largest budget is not said to miss it.
         confidence: standard errors, with sequences as clusters, that count as certain.
         least_budget: pages.
+        reserved_pages: read on top of every budget; what is believed is about both together.
     """
 
     target: float
@@ -48,6 +47,7 @@ class Control:
     tolerance: float = 0.01
     confidence: float = 2.0
     least_budget: int = 1
+    reserved_pages: int = 0
 
     def most_budgets(self, bins: int, page_tokens: int, pages_per_sequence: int, limit_pages: int = 0) -> np.ndarray:
         """int32 [bins]: pages of the longest sequence of each bin, or the limit where there is one (not 0)."""
@@ -66,7 +66,7 @@ class Counts:
     """
 
     histogram_ZX: jax.Array  # int32 tokens, cells ascending in 1 - alpha
-    log_pages_Z: jax.Array  # float32 sum over them of log(budget in force)
+    log_pages_Z: jax.Array  # float32 sum over them of log(pages read under the budget in force)
     open_tokens_PZ: jax.Array  # int32
     open_below_PZ: jax.Array  # int32
     sequences_Z: jax.Array  # int32
@@ -200,7 +200,7 @@ def count(
     bin_PT = jnp.minimum(length_PT // control.bin_width_tokens, bins - 1)
     bin_PT = jnp.where(measured_PT, bin_PT, bins)  # out of range: dropped
     histogram_ZX = old.histogram_ZX.at[bin_PT, cell(alpha_PT)].add(1, mode='drop')
-    log_budget_Z = jnp.log(jnp.maximum(budgets(controller), LEAST_BUDGET).astype(jnp.float32))
+    log_read_Z = jnp.log(_read(budgets(controller), control))
     new_Z = (histogram_ZX - old.histogram_ZX).sum(axis=1)
     probe_PT = jnp.broadcast_to(jnp.arange(P)[:, None], (P, T))
     tokens_PZ = old.open_tokens_PZ.at[probe_PT, bin_PT].add(1, mode='drop')
@@ -209,7 +209,7 @@ def count(
     counts = dataclasses.replace(
         old,
         histogram_ZX=histogram_ZX,
-        log_pages_Z=old.log_pages_Z + new_Z * log_budget_Z,
+        log_pages_Z=old.log_pages_Z + new_Z * log_read_Z,
         open_tokens_PZ=tokens_PZ,
         open_below_PZ=below_PZ,
     )
@@ -225,7 +225,7 @@ def tail(counts: Counts, control: Control) -> Tail:
     rank_Z = jnp.floor(TAIL * jnp.maximum(tokens_Z - 1, 0)).astype(jnp.int32)
     reach_ZX = jnp.cumsum(counts.histogram_ZX[:, ::-1], axis=1)
     place_Z = CELLS - 1 - jnp.argmax(reach_ZX > rank_Z[:, None], axis=1)
-    p05_Z = jnp.where(tokens_Z > 0, 1 - jnp.asarray(_edges(), jnp.float32)[place_Z + 1], jnp.nan)
+    p05_Z = jnp.where(tokens_Z > 0, 1 - jnp.asarray(gap_edges(), jnp.float32)[place_Z + 1], jnp.nan)
 
     open_ = _clusters(counts.open_tokens_PZ, counts.open_below_PZ)
     finished = counts.sequences_Z, counts.tokens_Z, counts.below_Z, counts.pairs_Z3
@@ -257,19 +257,18 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> Control
     urgent_Z = (seen.tokens_Z >= control.urgent_count) & seen.under_Z
     measured_Z = (seen.tokens_Z >= control.min_count) | urgent_Z
     n_Z = jnp.maximum(seen.tokens_Z, 1).astype(jnp.float32)
-    # Half a token keeps the logarithm finite.
-    excess_Z = jnp.log((seen.below_Z + 0.5) / (TAIL * n_Z + 0.5))
+    ratio_Z = seen.below_Z / (TAIL * n_Z)
     # A bin that no budget brings to its target would push its neighbours, time after time.
     now_Z = budgets(controller)
-    stuck_Z = ((now_Z >= most_Z) & (excess_Z > 0)) | ((now_Z <= control.least_budget) & (excess_Z < 0))
+    stuck_Z = ((now_Z >= most_Z) & (ratio_Z > 1)) | ((now_Z <= control.least_budget) & (ratio_Z < 1))
     told_Z = measured_Z & ~stuck_Z
-    measurement = beliefs.measurement(excess_Z, controller.counts.log_pages_Z / n_Z, n_Z, told_Z)
-    least, most = jnp.log(float(control.least_budget)), jnp.log(most_Z.astype(jnp.float32))
-    need_Z = jnp.log(jnp.maximum(controller.budget_Z, LEAST_BUDGET))
+    measurement = beliefs.measurement(ratio_Z, controller.counts.log_pages_Z / n_Z, n_Z, told_Z)
+    least, most, need_Z = (jnp.log(_read(x, control)) for x in (control.least_budget, most_Z, controller.budget_Z))
     belief, need_Z = beliefs.updated(controller.belief, need_Z, measurement, control.confidence)
     # Limits ascend as well. They come first: what they forbid must not raise the bins behind.
     need_Z = beliefs.ordered(belief, jnp.clip(need_Z, least, most))
-    budget_Z = jnp.where(told_Z.any(), jnp.clip(jnp.exp(need_Z), control.least_budget, most_Z), controller.budget_Z)
+    moved_Z = jnp.clip(jnp.exp(need_Z) - control.reserved_pages, control.least_budget, most_Z)
+    budget_Z = jnp.where(told_Z.any(), moved_Z, controller.budget_Z)
     shown_Z = measured_Z | ((controller.p05_Z < 0) & (seen.tokens_Z >= control.urgent_count))
     p05_Z = jnp.where(shown_Z, seen.p05_Z, controller.p05_Z)
     moved = dataclasses.replace(controller, budget_Z=budget_Z, p05_Z=p05_Z, belief=belief)
@@ -286,9 +285,9 @@ def cell(alpha: jax.Array) -> jax.Array:
     return jnp.clip(place, 0, CELLS - 1).astype(jnp.int32)
 
 
-def _edges() -> np.ndarray:
-    """1 - alpha at the edges of the cells, [CELLS + 1]."""
-    return LEAST_GAP ** (1 - np.arange(CELLS + 1) / CELLS)
+def _read(budget: int | jax.Array, control: Control) -> jax.Array:
+    """Float32 pages read under a budget; at least half a page, for the logarithm."""
+    return jnp.maximum(jnp.asarray(budget, jnp.float32) + control.reserved_pages, 0.5)
 
 
 def _clusters(tokens_PZ: jax.Array, below_PZ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

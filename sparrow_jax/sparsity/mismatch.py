@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparrow_jax.sparsity.tail import histogram
+
 TAIL = 0.05  # the quantile that decides stability
 TOP_K = 20  # entries of the paper's truncated estimate
 
@@ -57,7 +59,9 @@ def lower_quantile(values: np.ndarray, quantile: float = TAIL) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TailSummary:
-    """p05, p01 and mean of alpha over all tokens and, where a bin holds enough of them, per bin of cached length."""
+    """p05, p01, mean and histogram (`tail.histogram`) of alpha over all tokens; p05 of each bin of cached length that
+    holds enough of them.
+    """
 
     p05: float
     p01: float
@@ -65,6 +69,7 @@ class TailSummary:
     tokens: int
     bins: dict[tuple[int, int], float]
     bins_too_small: int
+    histogram_X: np.ndarray
 
 
 def summarize(alpha: np.ndarray, length_tokens: np.ndarray, bin_width_tokens: int, min_count: int) -> TailSummary:
@@ -86,4 +91,5 @@ def summarize(alpha: np.ndarray, length_tokens: np.ndarray, bin_width_tokens: in
         else:
             bins[int(i) * bin_width_tokens, (int(i) + 1) * bin_width_tokens] = lower_quantile(inside)
     mean = float(np.mean(alpha, dtype=np.float64)) if alpha.size else float('nan')
-    return TailSummary(lower_quantile(alpha), lower_quantile(alpha, 0.01), mean, int(alpha.size), bins, small)
+    p05, p01 = lower_quantile(alpha), lower_quantile(alpha, 0.01)
+    return TailSummary(p05, p01, mean, int(alpha.size), bins, small, histogram(alpha))

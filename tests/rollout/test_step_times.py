@@ -93,6 +93,7 @@ def test_every_part_takes_time_and_leaves_the_cache_usable(parts, full, fused, m
     monkeypatch.setattr(parts, '_graphs', {})
     seconds = {**parts.reading(full, CACHED), **parts.others(full, CACHED)}
     assert set(seconds) == {'attention', 'select', 'matmuls', 'sampling', 'cache_write'}
+    seconds['attention'] += seconds['select']  # which is taken off
     assert all(0 < value < 1 for value in seconds.values())
     assert step_seconds(parts.engine, parts.weights, full, CACHED) > 0
 
@@ -101,19 +102,16 @@ def test_one_compilation_of_a_part_serves_all_lengths(parts, full):
     for cached in (CACHED, 20):
         parts.reading(full, cached)
         parts.others(full, cached)
-    assert set(parts._graphs) == {'attention', 'select', 'chosen', 'matmuls', 'sampling', 'cache_write'}
-    assert [graph._cache_size() for graph in parts._graphs.values()] == [1] * 6
+    assert set(parts._graphs) == {'attention', 'select', 'matmuls', 'sampling', 'cache_write'}
+    assert [graph._cache_size() for graph in parts._graphs.values()] == [1] * 5
 
 
 @pytest.mark.parametrize('poisoned', range(SHAPE.layers))
 def test_attention_reads_every_layer(parts, full, poisoned):
     """Dense and sparse layers alike: NaN in the pages of one shows in the result."""
-    length_B, query = parts._integers(CACHED), parts._queries()
-    landmarks = [full.cache.landmarks[layer] for layer in parts.sparse_layers]
-    ids = parts._chosen(query, (landmarks, full.slots.table_BN, length_B, parts._integers(BUDGET)))
-    assert [count_B.tolist() for _, count_B in ids] == [[READ] * 4]
-    pages = list(full.cache.pages)
-    arguments = (full.slots.table_BN, length_B, ids)
+    query, pages = parts._queries(), list(full.cache.pages)
+    integers = (parts._integers(CACHED), parts._integers(BUDGET))
+    arguments = (full.cache.landmarks, full.slots.table_BN, *integers)
     attend = jax.jit(functools.partial(parts._attend, 0))
     assert jnp.isfinite(attend(query, pages, *arguments)).all()
     pages[poisoned] = jnp.full_like(pages[poisoned], jnp.nan)
@@ -142,7 +140,7 @@ def test_the_compiler_leaves_no_part_out(parts, full):
 
         return run
 
-    parts._graphs.update({name: reading(name) for name in graphs if name != 'chosen'})
+    parts._graphs.update({name: reading(name) for name in graphs})
     parts.reading(full, CACHED)
     parts.others(full, CACHED)
     parts._graphs.update(graphs)
@@ -150,7 +148,7 @@ def test_the_compiler_leaves_no_part_out(parts, full):
         'matmuls': (7 * SHAPE.layers, 0),
         'sampling': (1, 0),
         'select': (len(parts.sparse_layers), 0),
-        'attention': (2 * SHAPE.layers, 0),
+        'attention': (2 * SHAPE.layers + len(parts.sparse_layers), 0),
         'cache_write': (0, 0),
     }
     assert 'sort' in compiled['select']
@@ -170,7 +168,6 @@ def test_parts_take_the_kernels_of_an_h200(parts):
         loop = lambda carry, fixed: lax.fori_loop(0, 8, lambda turn, carry: step(turn, carry, *fixed), carry)
         return lower_for_h200(loop, carry, fixed).as_text().count('custom_call @mosaic_gpu')
 
-    ids = [(integers(B, K, READ), length_B)]
-    assert calls(on_gpu._attend, query, pages, table_BN, length_B, ids) == 2
+    assert calls(on_gpu._attend, query, pages, landmarks, table_BN, length_B, length_B) == 2
     assert calls(on_gpu._select, integers(B, K), query, landmarks[1:], table_BN, length_B, length_B) == 1
     assert calls(on_gpu._write, Cache(pages, landmarks), of(B, K, A), of(B, K, A), table_BN, length_B) == 2
