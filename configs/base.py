@@ -4,7 +4,11 @@ Any field can be overridden on the command line: `--config.rollout.temperature=0
 of a sequence, tokens of a row) are derived in `sparrow_jax.config`, never stored here.
 """
 
+from collections.abc import Callable, Mapping
+
 from ml_collections import ConfigDict
+
+from configs import algorithms
 
 
 def get_config() -> ConfigDict:
@@ -70,10 +74,17 @@ def get_config() -> ConfigDict:
     c.reward.format_bonus = 0.0  # added where the answer could be extracted, correct or not
     c.reward.workers = 2  # verifier processes
     c.reward.timeout_s = 10.0  # per answer; a time-out is counted as such and scores 0
+    # Soft punishment of long responses (DAPO): over the last so many tokens of rollout.max_response_tokens the reward
+    # falls linearly by up to overlong_penalty; 0 = none.
+    c.reward.overlong_buffer_tokens = 0
+    c.reward.overlong_penalty = 1.0
 
     c.rollout = ConfigDict()
     c.rollout.prompts_per_step = 64
     c.rollout.samples_per_prompt = 8
+    # Dynamic sampling (DAPO): prompts whose rewards are all equal teach nothing and are replaced, from up to so many
+    # further batches of prompts a step; 0 = they stay. Where these do not suffice, the first of them stay all the same.
+    c.rollout.extra_batches = 0
     c.rollout.slots = 64  # sequences that decode together
     c.rollout.max_prompt_tokens = 2048  # longer prompts are counted and skipped
     c.rollout.max_response_tokens = 8192
@@ -129,7 +140,27 @@ def get_config() -> ConfigDict:
     c.mismatch.floor_sequences = 8  # sequences sampled densely for it
 
     c.learner = ConfigDict()
-    c.learner.advantage = 'grpo'  # 'grpo', 'dr_grpo' or 'rloo'
+    # Together these choose the algorithm; docs/algorithms.md says which combination is which paper's, and
+    # configs/X.py:NAME sets them (configs/algorithms.py has the names).
+    # 'grpo', 'dr_grpo' or 'rloo' (compare the samples of a prompt), 'reinforce_pp', 'reinforce_pp_baseline' (normalized
+    # over the batch) or 'gae' (PPO; needs a critic).
+    c.learner.advantage = 'grpo'
+    c.learner.ratio = 'token'  # what is clipped: 'token', or 'sequence': one ratio a response (GSPO)
+    c.learner.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    c.learner.clip_high = 0.28
+    # 'token_mean'; 'sequence_mean': of each response, then over responses; 'constant': the sum over tokens divided by
+    # responses times rollout.max_response_tokens.
+    c.learner.aggregation = 'token_mean'
+    # For tokens that the sampler drew from another distribution than the dense policy's, with weight w = exp(logp_dense
+    # - logp_actor): 'tis': min(w, correction_high); 'token_mask': w, 0 above correction_high; 'icepop': w, 0 outside
+    # [correction_low, correction_high]; 'sequence_mask': 1, 0 for a response whose geometric mean of w is outside;
+    # 'none': 1.
+    c.learner.correction = 'tis'
+    c.learner.correction_low = 0.0
+    c.learner.correction_high = 3.0
+    c.learner.kl_coef = 0.0  # KL to the frozen start policy; above 0 a copy of the start weights is kept
+    c.learner.kl_placement = 'loss'  # 'loss', or 'reward': taken off each token's reward (reinforce_pp and gae)
+    c.learner.mask_truncated = False  # responses cut off at their limit are left out of the loss
     c.learner.updates_per_step = 1  # optimizer updates made of one batch of rollouts
     c.learner.rows_per_microbatch = 4  # rows of one forward/backward pass, over all data shards
     c.learner.row_tokens = 0  # tokens of a row; 0 = longest prompt + response, rounded up to 128
@@ -137,10 +168,17 @@ def get_config() -> ConfigDict:
         'auto'  # 'on': several sequences a row; 'off': one a row, in length buckets; 'auto': 'off' on GPU
     )
     c.learner.head_chunk_tokens = 1024  # tokens whose logits are held at once
-    c.learner.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    c.learner.clip_high = 0.28
-    c.learner.tis_cap = 3.0  # truncated importance weight exp(logp_dense - logp_actor); 0 = no correction
-    c.learner.kl_coef = 0.0  # KL to the frozen start policy; above 0 a copy of the start weights is kept
+
+    c.critic = ConfigDict()  # of the advantage 'gae'
+    # 'none'; 'head': a linear head over the policy's final hidden states, through which no gradient flows; 'trunk': a
+    # decoder of its own, a copy of the start weights, with such a head.
+    c.critic.kind = 'none'
+    c.critic.learning_rate = 1e-5  # constant after optimizer.warmup_steps; all else is the policy's optimizer's
+    c.critic.clip = 0.5  # a value may move so far from the one before the step's updates
+    c.critic.gamma = 1.0  # discount a token
+    c.critic.lam = 1.0  # trace decay a token (lambda of GAE); 1: what followed, less the value
+    c.critic.passes = 1  # over the batch of a step
+    c.critic.warmup_steps = 0  # first training steps, in which only the critic learns
 
     c.optimizer = ConfigDict()
     c.optimizer.learning_rate = 1e-6
@@ -243,6 +281,9 @@ def smoke(config: ConfigDict) -> None:
     c.mismatch.floor_sequences = 2
 
     c.learner.updates_per_step = 1
+    c.critic.warmup_steps = 0
+    c.rollout.extra_batches = min(c.rollout.extra_batches, 1)
+    c.reward.overlong_buffer_tokens = min(c.reward.overlong_buffer_tokens, 8)
     c.learner.rows_per_microbatch = 2
     c.learner.row_tokens = 0
     c.learner.head_chunk_tokens = 128
@@ -254,14 +295,32 @@ def smoke(config: ConfigDict) -> None:
     c.parallel.data, c.parallel.fsdp, c.parallel.tensor = -1, 1, 1
 
 
-def finish(config: ConfigDict, arg: str, file: str) -> ConfigDict:
-    """The last line of a model file without arguments of its own: applies `arg` ('' or 'smoke') and locks.
+FORMS: Mapping[str, Callable[[ConfigDict], None]] = {'smoke': smoke}
+
+
+def finish(
+    config: ConfigDict, arg: str, file: str, forms: Mapping[str, Callable[[ConfigDict], None]] = FORMS
+) -> ConfigDict:
+    """The last line of a model file: applies its argument and locks.
+
+    Args:
+        config: unlocked.
+        arg: '' or words with commas between: forms ('smoke'), and at most one algorithm of `configs.algorithms`.
+        file: name of the model file, for errors.
+        forms: what changes a configuration beside the algorithms, by name.
 
     Raises:
         ValueError: another argument; lists the valid ones.
     """
-    if arg not in ('', 'smoke'):
-        raise ValueError(f"{file}:{arg}: unknown argument; it must be '' or 'smoke'")
-    if arg == 'smoke':
-        smoke(config)
+    for word in filter(None, arg.split(',')):
+        if word in forms:
+            forms[word](config)
+        elif word in algorithms.ALGORITHMS:
+            algorithms.apply(config, word)
+        else:
+            known = ' or '.join(["''", *map(repr, forms)])
+            raise ValueError(
+                f'{file}:{word}: unknown argument; it must be {known}, or an algorithm: '
+                f'{", ".join(algorithms.ALGORITHMS)}'
+            )
     return config.lock()

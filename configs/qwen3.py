@@ -65,7 +65,7 @@ def math_rl(
     c.learner.advantage = 'grpo'
     c.learner.rows_per_microbatch = rows
     c.learner.clip_low, c.learner.clip_high = 0.2, 0.28
-    c.learner.tis_cap = 3.0
+    c.learner.correction, c.learner.correction_high = 'tis', 3.0
     c.learner.kl_coef = 0.0
     c.optimizer.learning_rate = 1e-6
 

@@ -17,7 +17,7 @@ from configs import base, qwen3
 
 
 def get_config(arg: str = '') -> ConfigDict:
-    """The configuration; `arg` is '' or 'smoke'."""
+    """The configuration; `arg` as `base.finish` takes it."""
     c = qwen3.math_rl(
         '32B',
         d_model=5120,

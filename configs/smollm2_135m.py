@@ -16,7 +16,7 @@ from configs import base
 
 
 def get_config(arg: str = '') -> ConfigDict:
-    """The configuration; `arg` is '' or 'smoke'."""
+    """The configuration; `arg` as `base.finish` takes it."""
     c = base.get_config()
     c.steps = 60
 

@@ -12,7 +12,7 @@ from configs import base, smollm2_135m
 
 
 def get_config(arg: str = '') -> ConfigDict:
-    """The configuration; `arg` is '' or 'smoke'."""
+    """The configuration; `arg` as `base.finish` takes it."""
     c = ConfigDict(smollm2_135m.get_config().to_dict())
 
     c.rollout.prompts_per_step = 32
@@ -34,8 +34,10 @@ def get_config(arg: str = '') -> ConfigDict:
 
     c.calibrate.forced_lengths = True
     c.learner.rows_per_microbatch = 8
-    if arg == 'smoke':
-        base.smoke(c)
-        c.schedule.kind = 'adaptive'
-        arg = ''
-    return base.finish(c, arg, 'smollm2_long.py')
+    return base.finish(c, arg, 'smollm2_long.py', {'smoke': smoke})
+
+
+def smoke(c: ConfigDict) -> None:
+    """As everywhere, with the schedule that this configuration is for."""
+    base.smoke(c)
+    c.schedule.kind = 'adaptive'

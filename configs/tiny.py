@@ -16,9 +16,7 @@ START = 'configs/tiny_start'
 
 
 def get_config(arg: str = '') -> ConfigDict:
-    """The configuration; `arg` is '' (reinforcement learning), 'scratch' (supervised start) or 'smoke'."""
-    if arg not in ('', 'scratch', 'smoke'):
-        raise ValueError(f"tiny.py:{arg}: the argument must be '', 'scratch' or 'smoke'")
+    """The configuration; `arg` as `base.finish` takes it, with 'scratch' (supervised start) beside 'smoke'."""
     c = base.get_config()
     c.steps = 24
 
@@ -68,41 +66,50 @@ def get_config(arg: str = '') -> ConfigDict:
     c.optimizer.warmup_steps = 4
     c.optimizer.decay_steps = 20
 
+    c.critic.learning_rate = 1e-3  # small models take large steps
+
     c.evaluate.every_steps = 12
     c.checkpoint.every_steps = 8
 
-    if arg == 'scratch':
-        c.phase = 'supervised'
-        c.steps = 1000
-        c.model.path = ''
-        c.model.random_weights = True
-        c.data.train_examples = 100_000
-        c.rollout.prompts_per_step = 32  # worked solutions of a step
-        c.rollout.samples_per_prompt = 1
-        c.optimizer.learning_rate = 2e-3
-        c.optimizer.warmup_steps = 100
-        c.optimizer.decay_steps = c.steps - c.optimizer.warmup_steps
-        c.evaluate.every_steps = 250
-        c.checkpoint.every_steps = 500
-    if arg == 'smoke':
-        c.steps = 2
-        c.model.path = ''
-        c.model.random_weights = True
-        shape.d_model, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, shape.d_ff = 32, 2, 4, 2, 8, 64
-        c.data.train_examples = 64
-        c.data.eval_examples = 4
-        c.rollout.prompts_per_step = 2
-        c.rollout.samples_per_prompt = 2
-        c.rollout.slots = 4
-        c.rollout.max_response_tokens = 64
-        c.rollout.segment_steps = 16
-        c.schedule.budget_pages = 2
-        c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10
-        c.mismatch.min_count = 1
-        c.mismatch.floor_every_steps = 1
-        c.mismatch.floor_sequences = 2
-        c.calibrate.sequences, c.calibrate.forced_lengths = 4, True
-        c.learner.rows_per_microbatch = 2
-        c.learner.row_tokens = 0
-        c.checkpoint.every_steps = 1
-    return c
+    return base.finish(c, arg, 'tiny.py', {'scratch': scratch, 'smoke': smoke})
+
+
+def scratch(c: ConfigDict) -> None:
+    """Supervised training from random weights, in place."""
+    c.phase = 'supervised'
+    c.steps = 1000
+    c.model.path = ''
+    c.model.random_weights = True
+    c.data.train_examples = 100_000
+    c.rollout.prompts_per_step = 32  # worked solutions of a step
+    c.rollout.samples_per_prompt = 1
+    c.optimizer.learning_rate = 2e-3
+    c.optimizer.warmup_steps = 100
+    c.optimizer.decay_steps = c.steps - c.optimizer.warmup_steps
+    c.evaluate.every_steps = 250
+    c.checkpoint.every_steps = 500
+
+
+def smoke(c: ConfigDict) -> None:
+    """Two steps of a smaller random model, in place."""
+    shape = c.model.shape
+    c.steps = 2
+    c.model.path = ''
+    c.model.random_weights = True
+    shape.d_model, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim, shape.d_ff = 32, 2, 4, 2, 8, 64
+    c.data.train_examples = 64
+    c.data.eval_examples = 4
+    c.rollout.prompts_per_step = 2
+    c.rollout.samples_per_prompt = 2
+    c.rollout.slots = 4
+    c.rollout.max_response_tokens = 64
+    c.rollout.segment_steps = 16
+    c.schedule.budget_pages = 2
+    c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10
+    c.mismatch.min_count = 1
+    c.mismatch.floor_every_steps = 1
+    c.mismatch.floor_sequences = 2
+    c.calibrate.sequences, c.calibrate.forced_lengths = 4, True
+    c.learner.rows_per_microbatch = 2
+    c.learner.row_tokens = 0
+    c.checkpoint.every_steps = 1

@@ -1,9 +1,10 @@
 """python -m sparrow_jax.compile_check --config=configs/X.py --topology=v5e:4x4 [--out=FILE.json]
 
 Compiles, without an accelerator, all that a run does on a TPU slice, for the devices of that slice: the copy of the
-weights to the sampler, prefill, the decode segment, the probes' measure (of an adaptive schedule), scoring, gradients
-and the optimizer's update. The functions, the mesh and the placement are those of training; of the arrays only shapes
-exist. Shows the bytes of each device beside its memory, and what the devices exchange in a decode step.
+weights to the sampler, prefill, the decode segment, the probes' measure (of an adaptive schedule), scoring, gradients,
+the optimizer's update, the critic's functions (of a run that has one). The functions, the mesh and the placement are
+those of training; of the arrays only shapes exist. Shows the bytes of each device beside its memory, and what the
+devices exchange in a decode step.
 
 Exit code 1: it does not fit a device, or a decode step brings weights or cache together from several devices.
 """
@@ -30,6 +31,7 @@ from sparrow_jax.chips import CHIPS
 from sparrow_jax.collectives import Collective, gathered, largest_results, loop_collectives, summary
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.console import Console
+from sparrow_jax.learner.critic import CRITIC_GRADIENTS, CRITIC_UPDATE, CRITIC_VALUES
 from sparrow_jax.learner.learner import Learner
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.engine import Engine, Sampling
@@ -305,6 +307,8 @@ class Check:
         yield from _leaves('optimizer', state.optimizer)
         if self.frame.run.learner.kl_coef:
             yield from _leaves('start policy', state.params)
+        if state.critic is not None:
+            yield from _leaves('critic', state.critic)
         if self.of_sampling:
             weights, cache, slots = self.of_sampling[SEGMENT][1][:3]
             yield from _leaves('sampler weights', weights)
@@ -322,9 +326,18 @@ class Check:
         if name in self.of_sampling:
             # The copy of the weights makes them, from the parameters; all others take weights, cache and slots.
             return learning - parts['parameters'] if name.startswith('copy') else learning
-        weights = parts.get('sampler weights', 0)
-        taken = parts['parameters'] + (parts['optimizer'] if name == 'optimizer update' else 0)
-        return weights + learning - taken
+        return parts.get('sampler weights', 0) + learning - self._taken(name)
+
+    def _taken(self, name: str) -> int:
+        """Bytes of the learner's state among the arguments of one of its programs."""
+        parts, run = self.parts(), self.frame.run
+        if name == CRITIC_UPDATE:
+            return parts['critic']
+        if name in (CRITIC_VALUES, CRITIC_GRADIENTS):
+            # Without moments; a head reads the policy's weights.
+            of_critic = sum(t.size_bytes for t in self.tensors if t.part == 'critic' and '.params' in t.name)
+            return of_critic + (parts['parameters'] if run.critic.kind == 'head' else 0)
+        return parts['parameters'] + (parts['optimizer'] if name == 'optimizer update' else 0)
 
 
 def _leaves(part: str, tree: Any) -> Iterator[Tensor]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels.implementation import Implementation
+from sparrow_jax.algorithm_checks import validate_algorithm
 
-ALGORITHM_ADVANTAGES = ('grpo', 'dr_grpo', 'rloo')
 GUARD_ACTIONS = ('none', 'widen', 'dense', 'stop')
 # As the operations have them; those import JAX, for which a mistake need not wait.
 POLICIES = ('block_mean', 'quest', 'group_softmax')
@@ -26,7 +26,8 @@ SCHEDULE_KINDS = (*SCHEDULE_STARTS, 'adaptive')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
 INT32 = 2**31 - 1  # the device counts with int32
 MOST = {'seed': 2**63 - 1, 'data.seed': 2**63 - 1}
-MAY_BE_INFINITE = ('learner.tis_cap', 'learner.clip_high', 'optimizer.max_grad_norm')  # limits that then do nothing
+# Limits that then do nothing.
+MAY_BE_INFINITE = ('learner.correction_high', 'learner.clip_high', 'critic.clip', 'optimizer.max_grad_norm')
 DAY_S = 86_400.0
 DTYPES = ('bfloat16', 'float32')
 DISTRIBUTED = ('off', 'auto', 'address')
@@ -95,12 +96,15 @@ class RewardConfig:
     format_bonus: float
     workers: int
     timeout_s: float
+    overlong_buffer_tokens: int
+    overlong_penalty: float
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     prompts_per_step: int
     samples_per_prompt: int
+    extra_batches: int
     slots: int
     max_prompt_tokens: int
     max_response_tokens: int
@@ -169,10 +173,27 @@ class LearnerConfig:
     row_tokens: int
     packing: str
     head_chunk_tokens: int
+    ratio: str
     clip_low: float
     clip_high: float
-    tis_cap: float
+    aggregation: str
+    correction: str
+    correction_low: float
+    correction_high: float
     kl_coef: float
+    kl_placement: str
+    mask_truncated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    kind: str
+    learning_rate: float
+    clip: float
+    gamma: float
+    lam: float
+    passes: int
+    warmup_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +269,7 @@ class RunConfig:
     guard: GuardConfig
     mismatch: MismatchConfig
     learner: LearnerConfig
+    critic: CriticConfig
     optimizer: OptimizerConfig
     evaluate: EvaluateConfig
     calibrate: CalibrateConfig
@@ -589,13 +611,7 @@ def validate(run: RunConfig) -> None:
     need(floor >= 0, 'mismatch.floor_every_steps', floor, 'must not be negative (0 = never)')
     need(run.mismatch.floor_sequences > 0, 'mismatch.floor_sequences', run.mismatch.floor_sequences, 'must be positive')
 
-    one_of('learner.advantage', le.advantage, ALGORITHM_ADVANTAGES)
-    need(
-        run.phase != 'rl' or r.samples_per_prompt > 1,
-        'rollout.samples_per_prompt',
-        r.samples_per_prompt,
-        f'{le.advantage} compares the samples of a prompt: set at least 2',
-    )
+    validate_algorithm(run, need, one_of)
     need(le.updates_per_step >= 1, 'learner.updates_per_step', le.updates_per_step, 'must be at least 1')
     need(
         r.prompts_per_step % le.updates_per_step == 0,
@@ -612,10 +628,6 @@ def validate(run: RunConfig) -> None:
         le.row_tokens,
         f'must hold the longest prompt + response, {longest} tokens (0 sets it)',
     )
-    need(0 <= le.clip_low < 1, 'learner.clip_low', le.clip_low, 'must be in [0, 1)')
-    need(le.clip_high >= 0, 'learner.clip_high', le.clip_high, 'must not be negative')
-    need(le.tis_cap >= 0, 'learner.tis_cap', le.tis_cap, 'must not be negative (0 = no correction)')
-    need(le.kl_coef >= 0, 'learner.kl_coef', le.kl_coef, 'must not be negative')
     need(le.head_chunk_tokens >= 1, 'learner.head_chunk_tokens', le.head_chunk_tokens, 'must be at least 1')
     for field in ('learning_rate', 'warmup_steps', 'decay_steps', 'weight_decay'):
         need(getattr(o, field) >= 0, f'optimizer.{field}', getattr(o, field), 'must not be negative')

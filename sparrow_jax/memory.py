@@ -30,8 +30,9 @@ HEADROOM = 0.08  # share of a device left to XLA's scratch, fragmentation and wh
 # cast and mask.
 _BYTES_AN_ACTIVATION = {4: 6, 2: 4}
 _BYTES_AN_ATTENTION_WEIGHT = 16
+_HEAD_BYTES = 4  # of a weight of the critic's head
 _NORM_BYTES = 4  # norm scales are float32 whatever the matrices are
-_OF_TRAINING = ('optimizer', 'start policy', 'learner: ')
+_OF_TRAINING = ('optimizer', 'start policy', 'critic', 'learner: ')
 _OF_SAMPLING = ('sampler weights', 'rollout: ')
 _KIB_SUFFIXES = ('KiB', 'MiB', 'GiB', 'TiB')
 
@@ -69,6 +70,9 @@ def estimate(
     }
     if le.kl_coef > 0:
         parts['start policy'] = parameters
+    if run.critic.kind != 'none':
+        trunk = parameters if run.critic.kind == 'trunk' else 0
+        parts['critic'] = 3 * (trunk + _cut(D, fsdp) * _HEAD_BYTES)  # with two moments
 
     slots = -(-r.slots // shards)
     N, probes = r.pages_per_sequence, _probes(run, trains)

@@ -163,7 +163,8 @@ def _speed(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> di
         'perf/throughput': metrics['perf/total_num_tokens'] / seconds / len(jax.devices()),
     }
     if 'timing_s/gen' in trainer.timings:
-        responses = trainer.run.rollout.prompts_per_step * trainer.run.rollout.samples_per_prompt
+        rollout = trainer.run.rollout
+        responses = metrics['rollout/batches'] * rollout.prompts_per_step * rollout.samples_per_prompt
         sampled = metrics['response_length/mean'] * responses
         speed['perf/rollout_tokens_per_s'] = sampled / trainer.timings['timing_s/gen']
     return speed

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from sparrow_jax import guards
+from sparrow_jax.answers import Answers, choose_prompts, has_signal
 from sparrow_jax.assembly import Parts
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError
@@ -22,7 +23,8 @@ from sparrow_jax.console import Console
 from sparrow_jax.evaluation import HeldOut, encode_held_out, evaluate
 from sparrow_jax.learner.advantages import ADVANTAGES
 from sparrow_jax.learner.learner import Learner, LearnerState, Scores
-from sparrow_jax.learner.rows import Rows, Sample, micro_batches
+from sparrow_jax.learner.rows import Counts, Rows, Sample, micro_batches
+from sparrow_jax.learner.token_advantages import MicroBatch, Moments, TokenAdvantages
 from sparrow_jax.measures import (
     adaptive_metrics,
     answer_rows,
@@ -54,21 +56,6 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
-class MicroBatch:
-    """Rows on the device, where they stay from scoring to the update.
-
-    Attributes:
-        rows: without the sampler's hidden states, which only scoring needs.
-        logp_old_BT: dense log-probs before the step's updates; None in supervised training, which uses none.
-        response_tokens: kept tokens, counted on the host.
-    """
-
-    rows: Rows
-    logp_old_BT: jax.Array | None
-    response_tokens: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Prepared:
     """What one step's updates are made from.
 
@@ -97,6 +84,22 @@ def as_samples(
     ]
 
 
+def without_truncated(samples: Sequence[Sample], responses: Sequence[Response]) -> list[Sample]:
+    """The samples, of which those that were cut off at their limit are not learned from."""
+    return [
+        dataclasses.replace(sample, learned=response.finish_reason != 'length')
+        for sample, response in zip(samples, responses, strict=True)
+    ]
+
+
+def counts_of(batches: Sequence[MicroBatch]) -> Counts:
+    return sum((batch.counts for batch in batches), Counts(0.0, 0.0))
+
+
+def means(collected: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([found[name] for found in collected])) for name in collected[0]}
+
+
 class Trainer:
     """One run: its parts, its state, and the steps over them."""
 
@@ -108,7 +111,8 @@ class Trainer:
         self.engine = parts.engine(trains=self.run.phase == 'rl')
         self.controller = self.engine.start_controller() if self.engine.probing else None
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
-        self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
+        self.group_advantages = jax.jit(ADVANTAGES[self.run.learner.advantage].of_group)
+        self.token_advantages = TokenAdvantages(self.run, parts.mesh)
         self.check_data()
         if not transfer.same_in_all(self.train_set.fingerprint):
             raise ConfigError(
@@ -178,7 +182,7 @@ class Trainer:
             self.verifier.warm_up(len(self.held_out_prompts.problems) * run.evaluate.samples)
         keep_hidden = {False}
         if run.phase == 'rl':
-            self.advantages(np.zeros((run.rollout.prompts_per_step, run.rollout.samples_per_prompt), np.float32))
+            self.group_advantages(np.zeros((run.rollout.prompts_per_step, run.rollout.samples_per_prompt), np.float32))
             self.verifier.warm_up(run.rollout.prompts_per_step * run.rollout.samples_per_prompt)
             keep_hidden = {self.measured(step) for step in range(1, run.steps + 1)}
             samplings |= {self.sampling(keep) for keep in keep_hidden}
@@ -191,6 +195,8 @@ class Trainer:
         self.engine.warm_up(weights, sorted(samplings, key=repr), lambda what: self.console.status('compiling', what))
         self.console.status('compiling', 'learner')
         self.state = self.learner.warm_up(self.state, keep_hidden=sorted(keep_hidden))
+        if self.token_advantages.needed:
+            self.token_advantages.warm_up(self.learner.paddings())
 
     def check_data(self) -> None:
         """Says what is wrong with the data before minutes of compiling, not after; encodes the held-out prompts."""
@@ -233,42 +239,94 @@ class Trainer:
         log-probs, advantages.
         """
         step = self.position.step + 1
-        problems, prompts = self.next_prompts()
         weights = self.engine.weights(self.state.params)
         parks = self.engine.parks
-        responses, requests, adapted = self.sample(step, weights, prompts)
-        repeated = [p for p in problems for _ in range(self.run.rollout.samples_per_prompt)]
-        completions = [self.parts.encoder.decode(r.tokens) for r in responses]
-        with self.timed('reward', 'verifying'):
-            scores = self.verifier.score(repeated, completions)
-        rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
-        advantages = np.asarray(self.advantages(rewards)).reshape(-1)
-        samples = as_samples(requests, responses, advantages)
+        drawn, adapted, batches = self.draw(step, weights)
+        score_PR = drawn.scores_PR()
+        learned = drawn.of_prompts(choose_prompts(score_PR, self.run.rollout.prompts_per_step))
+        penalty_PR = learned.penalties_PR(self.run.reward)
+        advantages = np.asarray(self.group_advantages(learned.scores_PR() - penalty_PR)).reshape(-1)
+        samples = as_samples(learned.requests, learned.responses, advantages)
+        if self.run.learner.mask_truncated:
+            samples = without_truncated(samples, learned.responses)
         updates, scored = self.score(self.make_updates(samples))
-        prompt_tokens = [len(q.prompt_ids) for q in requests]
+        prompt_tokens = [len(q.prompt_ids) for q in drawn.requests]
         metrics = {
-            **reward_metrics(scores),
+            **reward_metrics(drawn.scores),
+            'critic/rewards/mean': float((learned.scores_PR() - penalty_PR).mean()),
             'critic/advantages/mean': float(advantages.mean()),
-            'critic/groups_with_signal': float((rewards.std(axis=1) > 0).mean()),
-            **length_metrics(prompt_tokens, responses),
+            'critic/groups_with_signal': float(has_signal(score_PR).mean()),
+            **length_metrics(prompt_tokens, drawn.responses),
             **entropy_metric(scored),
-            **read_metrics(self.schedule_in_force(), self.parts.shape.layers, prompt_tokens, responses),
+            **read_metrics(self.schedule_in_force(), self.parts.shape.layers, prompt_tokens, drawn.responses),
             'sparse/pallas_kernels': float(self.engine.kernels.platform is not None),
             'rollout/parked': float(self.engine.parks - parks),
+            'rollout/batches': float(batches),
+            'rollout/prompts_left_out': float(len(score_PR) - len(penalty_PR)),
+            'reward/overlong_penalty': float(penalty_PR.mean()),
+            'actor/left_out_fraction': float(np.mean([not s.learned for s in samples])),
         }
+        if self.token_advantages.needed:
+            updates, more = self.finish_advantages(updates)
+            metrics.update(more)
         if adapted is not None:
-            metrics.update(self.adaptation(adapted, prompt_tokens, responses))
+            metrics.update(self.adaptation(adapted, prompt_tokens, drawn.responses))
         alpha_X = None
         if self.measured(step):
             mismatch, alpha_X = self.mismatch(scored)
             metrics.update(mismatch)
         if self.floored(step):
-            metrics['sparse/alpha_floor_p05'] = self.floor(step, weights, requests)
+            metrics['sparse/alpha_floor_p05'] = self.floor(step, weights, drawn.requests)
         metrics['perf/total_num_tokens'] = float(sum(s.tokens for s in samples))
         shown = slice(self.run.log.samples_per_step)
-        prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in requests[shown]]
-        answers = answer_rows(prompt_texts, repeated[shown], completions[shown], scores[shown], responses[shown])
+        prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in drawn.requests[shown]]
+        answers = answer_rows(
+            prompt_texts, drawn.problems[shown], drawn.completions[shown], drawn.scores[shown], drawn.responses[shown]
+        )
         return Prepared(updates, metrics, answers, adapted.controller if adapted else None, alpha_X)
+
+    def draw(self, step: int, weights: nnx.State) -> tuple[Answers, Adapted | None, int]:
+        """Batches of prompts with their answers and scores, until enough prompts have answers that differ, or the
+        configured number of batches is there; what the controller made of them; how many batches.
+        """
+        rollout, controller = self.run.rollout, self.controller
+        drawn, adapted = None, None
+        for batch in range(1 + rollout.extra_batches):
+            problems, prompts = self.next_prompts()
+            first = batch * rollout.prompts_per_step
+            responses, requests, more = self.sample(step, weights, prompts, first, controller)
+            if more is not None:
+                controller = more.controller
+                adapted = more if adapted is None else adapted.followed_by(more)
+            repeated = [p for p in problems for _ in range(rollout.samples_per_prompt)]
+            completions = [self.parts.encoder.decode(r.tokens) for r in responses]
+            with self.timed('reward', 'verifying'):
+                scores = self.verifier.score(repeated, completions)
+            new = Answers(repeated, requests, responses, completions, scores, rollout.samples_per_prompt)
+            drawn = new if drawn is None else drawn + new
+            if has_signal(drawn.scores_PR()).sum() >= rollout.prompts_per_step:
+                break
+        assert drawn is not None
+        return drawn, adapted, batch + 1
+
+    def finish_advantages(self, updates: list[list[MicroBatch]]) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """The micro-batches with advantages (and returns) that need the log-probs, the critic or the whole batch."""
+        moments = Moments()
+
+        def estimate(batch: MicroBatch) -> MicroBatch:
+            reference_BT = value_BT = None
+            if self.reference is not None and self.token_advantages.needs_reference:
+                reference_BT = self.learner.score(self.reference, batch.rows).logp_BT
+            if self.token_advantages.needs_values:
+                value_BT = self.learner.values(self.state, batch.rows)
+            batch, summaries = self.token_advantages.estimate(batch, reference_BT, value_BT)
+            moments.add(summaries)
+            return batch
+
+        with self.timed('adv', 'advantages'):
+            estimated = [[estimate(batch) for batch in update] for update in updates]
+            normalized = [[self.token_advantages.normalize(batch, moments) for batch in update] for update in estimated]
+        return normalized, moments.metrics(sum(batch.counts.sequences for update in updates for batch in update))
 
     def adaptation(self, adapted: Adapted, prompt_tokens: list[int], responses: list[Response]) -> dict[str, float]:
         """What the controller did in this step's rollout; says which bins it has made dense."""
@@ -290,7 +348,7 @@ class Trainer:
         samples = [self.worked_sample(position) for position in range(start, start + count)]
         self.position.problem += count
         updates = [
-            [MicroBatch(self.learner.device(rows), None, rows.response_tokens) for rows in update]
+            [MicroBatch(self.learner.device(rows), None, rows.counts) for rows in update]
             for update in self.make_updates(samples)
         ]
         metrics = {
@@ -326,12 +384,13 @@ class Trainer:
         return list(taken.problems), list(taken.prompt_ids)
 
     def sample(
-        self, step: int, weights: nnx.State, prompts: list[list[int]]
+        self, step: int, weights: nnx.State, prompts: list[list[int]], first: int, controller: Controller | None
     ) -> tuple[list[Response], list[Request], Adapted | None]:
+        """Answers to prompts that are numbered from `first` within the step, under the controller as it is by now."""
         rollout = self.run.rollout
         requests = [
             Request(ids, i, sample, rollout.max_response_tokens)
-            for i, ids in enumerate(prompts)
+            for i, ids in enumerate(prompts, start=first)
             for sample in range(rollout.samples_per_prompt)
         ]
         how: dict[str, Any] = {
@@ -341,9 +400,9 @@ class Trainer:
             'on_progress': self.show_progress('sampling'),
         }
         with self.timed('gen', 'sampling'):
-            if self.controller is None or self.guard.dense:
+            if controller is None or self.guard.dense:
                 return self.engine.generate(weights, requests, **how), requests, None
-            responses, adapted = self.engine.generate_adaptively(weights, requests, self.controller, **how)
+            responses, adapted = self.engine.generate_adaptively(weights, requests, controller, **how)
         return responses, requests, adapted
 
     def make_updates(self, samples: list[Sample]) -> list[list[Rows]]:
@@ -364,7 +423,7 @@ class Trainer:
             placed = self.learner.device(rows)
             scores = self.learner.score(self.state.params, placed)
             scored.append((rows, scores))
-            return MicroBatch(self.learner.without_hidden(placed), scores.logp_BT, rows.response_tokens)
+            return MicroBatch(self.learner.without_hidden(placed), scores.logp_BT, rows.counts)
 
         with self.timed('old_log_prob', 'scoring'):
             batches = [[score_one(rows) for rows in update] for update in updates]
@@ -401,15 +460,31 @@ class Trainer:
         return tail.p05
 
     def update(self, prepared: Prepared) -> dict[str, float]:
-        """The step's optimizer updates; metrics are means over them. Not to be interrupted: the old state is gone."""
-        collected: list[dict[str, float]] = []
+        """The step's optimizer updates, the critic's before the policy's; metrics are means over them. Not to be
+        interrupted: the old state is gone.
+        """
         self.controller = prepared.controller or self.controller
+        metrics: dict[str, float] = {}
+        if self.learner.critic is not None:
+            with self.timed('update_critic', 'learning values'):
+                metrics |= self.update_critic(prepared.updates)
+            if self.position.step < self.run.critic.warmup_steps:
+                return metrics
+        collected: list[dict[str, float]] = []
         with self.timed('update_actor', 'learning'):
             for update in prepared.updates:
-                tokens = sum(batch.response_tokens for batch in update)
-                self.state, metrics = self.learner.update(self.state, self.with_reference(update), tokens)
-                collected.append(metrics)
-        return {name: float(np.mean([m[name] for m in collected])) for name in collected[0]}
+                self.state, found = self.learner.update(self.state, self.with_reference(update), counts_of(update))
+                collected.append(found)
+        return metrics | means(collected)
+
+    def update_critic(self, updates: list[list[MicroBatch]]) -> dict[str, float]:
+        collected = []
+        for _ in range(self.run.critic.passes):
+            for update in updates:
+                batches = [batch.of_critic() for batch in update]
+                self.state, found = self.learner.update_critic(self.state, batches, counts_of(update))
+                collected.append(found)
+        return means(collected)
 
     def with_reference(self, update: list[MicroBatch]) -> Iterator[tuple[Rows, jax.Array, jax.Array]]:
         """What `Learner.update` takes, one micro-batch at a time: the start policy's log-probs are made when needed."""
@@ -418,7 +493,7 @@ class Trainer:
             # A loss that does not use one of them takes any array of the shape.
             logp_old_BT = batch.rows.logp_actor_BT if batch.logp_old_BT is None else batch.logp_old_BT
             logp_reference_BT = logp_old_BT
-            if self.reference is not None:
+            if self.reference is not None and self.run.learner.kl_placement == 'loss':
                 logp_reference_BT = self.learner.score(self.reference, batch.rows).logp_BT
             yield batch.rows, logp_old_BT, logp_reference_BT
 

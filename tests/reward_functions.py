@@ -12,3 +12,9 @@ def always_one(_problem, _completion) -> float:
 
 def fails(_problem, _completion) -> float:
     raise KeyError('the reward function is broken')
+
+
+def rare(problem: dict, completion: str) -> float:
+    """1 for one random answer in four or so: most pairs of answers score the same."""
+    del problem
+    return float(sum(completion.encode()) % 4 == 0)

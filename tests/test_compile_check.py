@@ -19,6 +19,7 @@ PARTS = {  # of the check, as the estimate calls them
     'parameters': 'parameters',
     'optimizer': 'optimizer',
     'start policy': 'start policy',
+    'critic': 'critic',
     'sampler weights': 'sampler weights',
     'KV pool': 'rollout: KV pool',
     'landmarks': 'rollout: landmarks',
@@ -54,6 +55,7 @@ def call(*arguments) -> int:
         {'parallel.tensor': 4, 'parallel.data': 1},  # two KV heads: each held by two shards
         {'parallel.fsdp': 2, 'parallel.data': 2, 'rollout.pool_pages': 40, 'learner.kl_coef': 0.1},
         {'parallel.tensor': 2, 'schedule.kind': 'adaptive', 'rollout.slots': 8, 'model.shape.tie_embeddings': False},
+        {'parallel.fsdp': 2, 'parallel.tensor': 2, 'learner.advantage': 'gae', 'critic.kind': 'trunk'},
         {'parallel.fsdp': 4, 'parallel.data': 1, 'schedule.policy': 'quest', 'mismatch.every_steps': 0},
     ],
 )
@@ -73,6 +75,22 @@ def test_what_lies_beside_a_program_and_its_arguments_are_all_that_a_run_keeps()
     assert check._beside(SEGMENT) == parts['parameters'] + parts['optimizer']
     assert check._beside('optimizer update') == parts['sampler weights']
     assert check._beside('gradients') == kept - parts['parameters']
+
+
+@pytest.mark.parametrize('kind', ['head', 'trunk'])
+def test_the_critics_programs_are_counted_too(kind):
+    check = make_check(**{'parallel.fsdp': 4, 'parallel.data': 1, 'learner.advantage': 'gae', 'critic.kind': kind})
+    parts = check.parts()
+    kept = sum(parts[name] for name in ('parameters', 'optimizer', 'critic', 'sampler weights'))
+    weights = parts['critic'] / 3 + (parts['parameters'] if kind == 'head' else 0)  # a head reads the policy
+    assert kept - check._beside('critic update') == parts['critic']
+    for program in ('critic values', 'critic gradients'):
+        assert kept - check._beside(program) == pytest.approx(weights, rel=0.01)
+    assert kept - check._beside('gradients') == parts['parameters']
+    # The policy's update neither reads nor returns the critic.
+    function, arguments = check.functions['optimizer update']
+    del function
+    assert arguments[0].critic is None
 
 
 @pytest.mark.slow

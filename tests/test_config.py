@@ -78,7 +78,7 @@ def test_derived_sizes():
         ('mismatch.min_count', 0, 'must be positive'),
         ('mismatch.floor_every_steps', -1, 'must not be negative'),
         ('mismatch.floor_sequences', 0, 'must be positive'),
-        ('learner.advantage', 'ppo', 'must be one of grpo, dr_grpo, rloo'),
+        ('learner.advantage', 'ppo', 'must be one of grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae'),
         ('learner.updates_per_step', 0, 'must be at least 1'),
         ('learner.updates_per_step', 3, 'must divide rollout.prompts_per_step=64'),
         ('learner.rows_per_microbatch', 0, 'must be at least 1'),
@@ -89,7 +89,29 @@ def test_derived_sizes():
         ('learner.clip_low', 1.0, 'must be in [0, 1)'),
         ('learner.clip_low', -0.1, 'must be in [0, 1)'),
         ('learner.clip_high', -0.1, 'must not be negative'),
-        ('learner.tis_cap', -1.0, 'must not be negative'),
+        ('learner.ratio', 'response', 'must be one of token, sequence'),
+        ('learner.aggregation', 'mean', 'must be one of token_mean, sequence_mean, constant'),
+        ('learner.correction', 'clip', 'must be one of none, tis, token_mask, sequence_mask, icepop'),
+        ('learner.correction_high', 0.0, 'must be positive; learner.correction=none corrects nothing'),
+        (
+            'learner.correction_low',
+            0.5,
+            'tis has no lower limit; set 0, or learner.correction to sequence_mask or icepop',
+        ),
+        ('learner.kl_placement', 'both', 'must be one of loss, reward'),
+        ('learner.kl_placement', 'reward', 'grpo has one reward a response, not one a token'),
+        ('rollout.extra_batches', -1, 'must not be negative'),
+        ('reward.overlong_buffer_tokens', 8193, 'must be from 0 to rollout.max_response_tokens=8192'),
+        ('reward.overlong_buffer_tokens', -1, 'must be from 0'),
+        ('reward.overlong_penalty', -0.5, 'must be a finite number that is not negative'),
+        ('critic.kind', 'tree', 'must be one of none, head, trunk'),
+        ('critic.kind', 'head', 'learner.advantage=grpo uses no values; set none, or learner.advantage=gae'),
+        ('critic.learning_rate', -1.0, 'must not be negative'),
+        ('critic.clip', 0.0, 'must be positive'),
+        ('critic.gamma', 1.1, 'must be in [0, 1]'),
+        ('critic.lam', -0.1, 'must be in [0, 1]'),
+        ('critic.passes', 0, 'must be at least 1'),
+        ('critic.warmup_steps', -1, 'must not be negative'),
         ('learner.kl_coef', -0.1, 'must not be negative'),
         ('optimizer.learning_rate', -1e-6, 'must not be negative'),
         ('optimizer.warmup_steps', -1, 'must not be negative'),
@@ -209,6 +231,53 @@ def test_kernels_that_do_not_have_the_policy_are_refused():
     resolve(change(make_config(), {'rollout.kernels': 'mosaic_gpu'}))
 
 
+PPO = {'learner.advantage': 'gae', 'critic.kind': 'trunk'}
+REINFORCE = {'learner.advantage': 'reinforce_pp'}
+
+
+@pytest.mark.parametrize(
+    ('settings', 'field', 'value', 'what'),
+    [
+        ({'learner.advantage': 'gae'}, 'critic.kind', 'none', 'learner.advantage=gae needs values; set head or trunk'),
+        (PPO | {'phase': 'supervised'}, 'critic.kind', 'trunk', 'phase=supervised has no rewards'),
+        (PPO | {'steps': 5}, 'critic.warmup_steps', 5, 'must be fewer than steps=5, or the policy never learns'),
+        (PPO, 'rollout.extra_batches', 1, 'prompts whose rewards are all equal do teach gae something; set 0'),
+        (REINFORCE, 'rollout.extra_batches', 1, 'do teach reinforce_pp something'),
+        *(
+            ({'learner.advantage': name}, 'rollout.samples_per_prompt', 1, f'{name} compares the samples of a prompt')
+            for name in ('dr_grpo', 'rloo', 'reinforce_pp_baseline')
+        ),
+        *(
+            (
+                {'learner.correction': name},
+                'learner.correction_low',
+                low,
+                f'{name} keeps weights from correction_low to',
+            )
+            for name in ('icepop', 'sequence_mask')
+            for low in (0.0, 1.5)
+        ),
+        ({'learner.correction': 'token_mask'}, 'learner.correction_low', 0.5, 'token_mask has no lower limit'),
+    ],
+)
+def test_parts_of_algorithms_that_do_not_go_together_are_refused(settings, field, value, what):
+    with pytest.raises(ConfigError) as caught:
+        resolve(change(make_config(), settings | {field: value}))
+    assert str(caught.value).startswith(f'{field}={value!r}: ')
+    assert what in str(caught.value)
+
+
+def test_parts_of_algorithms_that_go_together():
+    for settings in (
+        PPO | {'rollout.samples_per_prompt': 1, 'learner.kl_placement': 'reward'},
+        REINFORCE | {'rollout.samples_per_prompt': 1},
+        {'learner.correction': 'icepop', 'learner.correction_low': 0.5, 'learner.correction_high': 5.0},
+        {'learner.correction': 'none', 'learner.correction_high': 0.0},
+        {'rollout.extra_batches': 3, 'learner.mask_truncated': True, 'reward.overlong_buffer_tokens': 8192},
+    ):
+        resolve(change(make_config(), settings))
+
+
 def test_checks_that_depend_on_another_field():
     with pytest.raises(ConfigError, match=r"schedule.path='': a schedule from a file needs the path"):
         resolve(change(make_config(), {'schedule.kind': 'file'}))
@@ -251,7 +320,10 @@ def test_a_whole_number_serves_as_a_float():
 
 
 def test_limits_may_be_infinite_and_seeds_large():
-    limits = {name: float('inf') for name in ('learner.tis_cap', 'learner.clip_high', 'optimizer.max_grad_norm')}
+    limits = {
+        name: float('inf')
+        for name in ('learner.correction_high', 'critic.clip', 'learner.clip_high', 'optimizer.max_grad_norm')
+    }
     resolve(change(make_config(), {**limits, 'seed': 1_700_000_000_000, 'data.seed': -5}))
 
 

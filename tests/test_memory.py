@@ -91,6 +91,12 @@ def test_options_that_cost_memory_show():
     assert memory.estimate(make_run(**{'learner.kl_coef': 0.1}), SHAPE, ONE, 'gpu')['start policy'] > 0
     never = {'mismatch.every_steps': 0, 'mismatch.floor_every_steps': 0}
     assert 'rollout: hidden states' not in memory.estimate(make_run(**never), SHAPE, ONE, 'gpu')
+    of_values = {'learner.advantage': 'gae', 'critic.kind': 'trunk'}
+    assert 'critic' not in plain
+    trunk = memory.estimate(make_run(**of_values), SHAPE, ONE, 'gpu')
+    assert trunk['critic'] == 3 * (plain['parameters'] + 4 * 64)  # weights and two moments, a head of width 64
+    head = memory.estimate(make_run(**of_values | {'critic.kind': 'head'}), SHAPE, ONE, 'gpu')
+    assert head['critic'] == 3 * 4 * 64
     adaptive = make_run(**{'schedule.kind': 'adaptive', 'controller.probes': 1})
     assert memory.estimate(adaptive, SHAPE, ONE, 'gpu')['rollout: KV pool'] > plain['rollout: KV pool']
     assert memory.estimate(adaptive, SHAPE, ONE, 'gpu', trains=False) == plain

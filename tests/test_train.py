@@ -226,6 +226,67 @@ def test_distance_to_the_start_policy_also_after_a_resume(runs):
     assert_same_run(runs.train('kl_resumed', changes | {'steps': 4}), whole)
 
 
+PPO = {
+    'learner.advantage': 'gae',
+    'learner.updates_per_step': 2,
+    'learner.kl_coef': 0.1,
+    'learner.kl_placement': 'reward',
+    'critic.kind': 'trunk',
+    'critic.learning_rate': 1e-2,
+    'critic.passes': 2,
+    'critic.warmup_steps': 1,
+}
+
+
+def test_a_critic_learns_first_alone_and_resumes_exactly(runs):
+    whole = runs.train('ppo', PPO | {'steps': 4})
+    rows = rows_of(whole)
+    assert 'actor/pg_loss' not in rows[1]
+    assert rows[2]['actor/reward_kl_penalty'] == pytest.approx(0, abs=1e-6)  # the policy has not moved before
+    assert all(abs(row['actor/reward_kl_penalty']) > 1e-5 for row in rows[3:])
+    assert rows[1]['critic/values/mean'] == 0
+    # No KL yet, and gamma and lambda are 1: what follows each token is its response's score.
+    assert rows[1]['critic/returns/mean'] == pytest.approx(rows[1]['critic/score/mean'], abs=0.1)
+    assert all(row['critic/values/max'] > row['critic/values/min'] for row in rows[2:])
+    losses = [row['critic/vf_loss'] for row in rows[1:]]
+    assert losses[-1] < 0.5 * losses[0]
+    for row in rows[1:]:
+        assert row['critic/vf_explained_var'] < 1
+        assert row['critic/grad_norm'] > 0
+        assert row['compile/count'] == 0
+    arrays = newest_checkpoint(whole)[1]
+    assert arrays['updates'] == 6
+    assert not np.array_equal(arrays['critic.params.trunk.embed'], arrays['params.embed'])
+    runs.train('ppo_resumed', PPO | {'steps': 2})
+    assert_same_run(runs.train('ppo_resumed', PPO | {'steps': 4}), whole)
+    # Other commands read the policy alone.
+    assert load_policy(assemble(runs.config(PPO)), str(whole)).step == 4
+
+
+def test_prompts_without_signal_are_replaced_and_truncated_answers_left_out(runs):
+    changes = {
+        'steps': 4,
+        'reward.function': 'reward_functions:rare',
+        'rollout.extra_batches': 2,
+        'reward.overlong_buffer_tokens': 16,
+        'learner.mask_truncated': True,
+    }
+    whole = runs.train('dynamic', changes)
+    rows = rows_of(whole)[1:]
+    batches = [row['rollout/batches'] for row in rows]
+    assert 1 < np.mean(batches) <= 3
+    for row in rows:
+        assert row['rollout/prompts_left_out'] == 4 * (row['rollout/batches'] - 1)
+        assert 0 < row['critic/groups_with_signal'] < 1
+        assert row['compile/count'] == 0
+        assert row['critic/rewards/mean'] != row['critic/score/mean']
+        assert 0 < row['actor/left_out_fraction'] < 1
+    position = newest_checkpoint(whole)[2]['position']
+    assert position['problem'] == 4 * sum(batches) + position['skipped_overlong']
+    runs.train('dynamic_resumed', changes | {'steps': 2})
+    assert_same_run(runs.train('dynamic_resumed', changes), whole)
+
+
 def test_an_adaptive_run_moves_its_budgets_and_resumes_exactly(runs):
     changes = {
         'schedule.kind': 'adaptive',

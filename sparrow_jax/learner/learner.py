@@ -15,10 +15,18 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from sparrow_jax.config import OptimizerConfig, RunConfig
+from sparrow_jax.config import LearnerConfig, OptimizerConfig, RunConfig
+from sparrow_jax.learner.critic import Critic, CriticState, abstract_moments
 from sparrow_jax.learner.heads import token_acceptance, token_logps
-from sparrow_jax.learner.losses import PolicyLoss, policy_loss, supervised_loss
-from sparrow_jax.learner.rows import RowLayout, Rows, empty_rows
+from sparrow_jax.learner.losses import (
+    AGGREGATIONS,
+    PolicyLoss,
+    combine,
+    metric_means,
+    policy_loss,
+    supervised_loss,
+)
+from sparrow_jax.learner.rows import Counts, RowLayout, Rows, empty_rows
 from sparrow_jax.models.attention import best_implementation, causal_attend
 from sparrow_jax.models.splash import why_no_splash
 from sparrow_jax.parallel import mesh as meshes
@@ -33,6 +41,7 @@ class LearnerState:
     params: nnx.State
     optimizer: Any
     updates: Any  # int32 scalar, optimizer updates so far
+    critic: CriticState | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -106,10 +115,23 @@ class Learner:
             packed=packing,
             supervised=run.phase == 'supervised',
             mesh=mesh,
-            loss=PolicyLoss(run.learner.clip_low, run.learner.clip_high, run.learner.tis_cap, run.learner.kl_coef),
+            loss=_policy_loss_of(run.learner),
         )
         self.attention = statics.attention
-        self.abstract_state = _abstract_state(self.optimizer, abstract_params, mesh)
+        aggregation = 'token_mean' if statics.supervised else run.learner.aggregation
+        self._denominator = AGGREGATIONS[aggregation].denominator
+        self._most_tokens = run.rollout.max_response_tokens
+        self.critic = None
+        if run.critic.kind != 'none':
+            hidden = lambda params, rows: _hidden(graphdef, statics, params, rows)[1]
+            optimizer = make_optimizer(critic_optimizer(run))
+            self.critic = Critic(run.critic, optimizer, hidden, abstract_params, mesh, hidden_size)
+        self.abstract_state = LearnerState(
+            abstract_params,
+            abstract_moments(self.optimizer, abstract_params, mesh),
+            jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(mesh)),
+            self.critic.abstract_state if self.critic else None,
+        )
         # Every output's place is fixed, so that no step meets another layout than the one compiled in the warm-up.
         places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         whole, split = meshes.replicated(mesh), meshes.batch_sharding(mesh)
@@ -118,7 +140,9 @@ class Learner:
             functools.partial(_accumulate, graphdef, statics), donate_argnums=1, out_shardings=(places.params, whole)
         )
         self._apply = jax.jit(
-            functools.partial(_apply, self.optimizer), donate_argnums=0, out_shardings=(places, whole)
+            functools.partial(_apply, self.optimizer),
+            donate_argnums=0,
+            out_shardings=(dataclasses.replace(places, critic=None), whole),
         )
         self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places.params)
         self._init = jax.jit(self._fresh, out_shardings=places)
@@ -128,7 +152,10 @@ class Learner:
         return self._init(params)
 
     def _fresh(self, params: nnx.State) -> LearnerState:
-        return LearnerState(jax.tree.map(jnp.copy, params), self.optimizer.init(params), jnp.zeros((), jnp.int32))
+        critic = self.critic.fresh(params) if self.critic else None
+        return LearnerState(
+            jax.tree.map(jnp.copy, params), self.optimizer.init(params), jnp.zeros((), jnp.int32), critic
+        )
 
     def device(self, rows: Rows) -> Rows:
         """Rows split over the data shards; absent hidden states too have the dtype that the warm-up compiled for."""
@@ -147,29 +174,47 @@ class Learner:
         return self._score(params, rows)
 
     def update(
-        self, state: LearnerState, batches: Iterable[tuple[Rows, jax.Array, jax.Array]], response_tokens: float
+        self, state: LearnerState, batches: Iterable[tuple[Rows, jax.Array, jax.Array]], counts: Counts
     ) -> tuple[LearnerState, dict[str, float]]:
-        """One optimizer update from micro-batches.
+        """One optimizer update of the policy from micro-batches.
 
         Args:
-            state: donated.
+            state: donated, the critic's part aside.
             batches: (rows, logp_old_BT, logp_reference_BT) each.
-            response_tokens: kept tokens of all of them: the denominator of the token mean. With 0, the gradient is 0.
+            counts: of all of them; what the loss is divided by comes from it. With none, the gradient is 0.
 
         Returns:
-            The new state and metrics: token means of the loss's sums, 'actor/grad_norm'.
+            The new state and metrics (`losses.metric_means`), 'actor/grad_norm'.
         """
         grads, sums = self._zeros(state.params), None
-        denominator = np.float32(max(response_tokens, 1.0))
+        denominator = np.float32(max(self._denominator(counts, self._most_tokens), 1.0))
         for rows, logp_old_BT, logp_reference_BT in batches:
             grads, more = self._accumulate(state.params, grads, rows, logp_old_BT, logp_reference_BT, denominator)
-            sums = more if sums is None else _combine(sums, more)
-        state, grad_norm = self._apply(state, grads)
-        metrics = {'actor/grad_norm': float(grad_norm)}
-        for name, value in (sums or {}).items():
-            is_max = name.startswith('max/')
-            metrics[name.removeprefix('max/')] = float(value) if is_max else float(value) / float(denominator)
-        return state, metrics
+            sums = more if sums is None else combine(sums, more)
+        state, grad_norm = self._apply_to(state, grads)
+        return state, {'actor/grad_norm': float(grad_norm), **metric_means(sums or {}, counts, float(denominator))}
+
+    def values(self, state: LearnerState, rows: Rows) -> jax.Array:
+        """The critic's value of every place, see `Critic.values`."""
+        critic, critic_state = self._critic_of(state)
+        return critic.values(critic_state, state.params, rows)
+
+    def update_critic(
+        self, state: LearnerState, batches: Iterable[tuple[Rows, jax.Array, jax.Array]], counts: Counts
+    ) -> tuple[LearnerState, dict[str, float]]:
+        """One optimizer update of the critic; batches: (rows, value_old_BT, return_BT) each, see `Critic.update`."""
+        critic, critic_state = self._critic_of(state)
+        new, metrics = critic.update(critic_state, state.params, batches, counts)
+        return dataclasses.replace(state, critic=new), metrics
+
+    def _critic_of(self, state: LearnerState) -> tuple[Critic, CriticState]:
+        if self.critic is None or state.critic is None:
+            raise ValueError("critic.kind='none': this run has no critic")
+        return self.critic, state.critic
+
+    def _apply_to(self, state: LearnerState, grads: nnx.State) -> tuple[LearnerState, jax.Array]:
+        new, grad_norm = self._apply(dataclasses.replace(state, critic=None), grads)
+        return dataclasses.replace(new, critic=state.critic), grad_norm
 
     def warm_up(self, state: LearnerState, *, keep_hidden: Iterable[bool]) -> LearnerState:
         """Compiles scoring and updating for every row length; the update's gradient is zero and its result is thrown
@@ -184,9 +229,15 @@ class Learner:
             logp_BT = self.score(state.params, rows).logp_BT
             read(logp_BT)
             grads, _ = self._accumulate(state.params, grads, rows, logp_BT, logp_BT, one)
-        copy = jax.tree.map(jnp.copy, state)
-        jax.block_until_ready(self._apply(copy, grads)[1])
+        copy = jax.tree.map(jnp.copy, dataclasses.replace(state, critic=None))
+        jax.block_until_ready(self._apply_to(copy, grads)[1])
+        if self.critic is not None:
+            self.critic.warm_up(self._critic_of(state)[1], state.params, self.paddings())
         return state
+
+    def paddings(self) -> list[Rows]:
+        """Rows of padding of every length in use, on the device, to compile with."""
+        return [self._padding(length, 0) for length in self.layout.buckets()]
 
     def programs(self, *, keep_hidden: bool) -> dict[str, tuple[Any, tuple]]:
         """The functions of a step on the longest rows and what they take, with shapes in place of arrays.
@@ -205,11 +256,12 @@ class Learner:
         scored = place(lambda: self._padding(length, self.hidden_size if keep_hidden else 0))
         rows = place(lambda: self._padding(length, 0))
         logp_BT = rows.logp_actor_BT
-        return {
+        programs = {
             'scoring': (self._score, (state.params, scored)),
             'gradients': (self._accumulate, (state.params, state.params, rows, logp_BT, logp_BT, denominator)),
-            'optimizer update': (self._apply, (state, state.params)),
+            'optimizer update': (self._apply, (dataclasses.replace(state, critic=None), state.params)),
         }
+        return programs | (self.critic.programs(state.params, rows, denominator) if self.critic else {})
 
     def _padding(self, length: int, hidden_size: int) -> Rows:
         return self.device(empty_rows(self.layout, length, hidden_size, self.hidden_dtype))
@@ -223,18 +275,22 @@ def _attention(abstract_params: nnx.State, mesh: Mesh, run: RunConfig) -> str:
     return 'xla' if why_no_splash(head_dim, kv_heads, mesh.shape['tensor'], run.row_tokens) else 'splash'
 
 
-def _abstract_state(optimizer: optax.GradientTransformation, abstract_params: nnx.State, mesh: Mesh) -> LearnerState:
-    whole = meshes.replicated(mesh)
-    by_shape = {(x.shape, x.dtype): x.sharding for x in jax.tree.leaves(abstract_params)}
-    moments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_shape.get((x.shape, x.dtype), whole)),
-        jax.eval_shape(optimizer.init, abstract_params),
+def _policy_loss_of(config: LearnerConfig) -> PolicyLoss:
+    return PolicyLoss(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        ratio=config.ratio,
+        aggregation=config.aggregation,
+        correction=config.correction,
+        correction_low=config.correction_low,
+        correction_high=config.correction_high,
+        kl_coef=config.kl_coef if config.kl_placement == 'loss' else 0.0,
     )
-    return LearnerState(abstract_params, moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
 
 
-def _combine(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, float]:
-    return {k: max(float(a[k]), float(b[k])) if k.startswith('max/') else float(a[k]) + float(b[k]) for k in a}
+def critic_optimizer(run: RunConfig) -> OptimizerConfig:
+    """The policy's optimizer settings with the critic's rate, which does not decay."""
+    return dataclasses.replace(run.optimizer, learning_rate=run.critic.learning_rate, decay_steps=0)
 
 
 def _hidden(graphdef, statics: _Statics, params, rows: Rows):
@@ -261,7 +317,7 @@ def _accumulate(graphdef, statics: _Statics, params, grads, rows: Rows, logp_old
             decoder.logits, hidden_BTD, rows.target_BT, statics.temperature, statics.head_chunk_tokens
         )
         if statics.supervised:
-            loss, sums = supervised_loss(logp_BT, rows.mask_BT)
+            loss, sums = supervised_loss(logp_BT, rows.loss_mask_BT)
         else:
             loss, sums = policy_loss(
                 logp_BT,
@@ -269,7 +325,8 @@ def _accumulate(graphdef, statics: _Statics, params, grads, rows: Rows, logp_old
                 rows.logp_actor_BT,
                 logp_reference_BT,
                 rows.advantage_BT,
-                rows.mask_BT,
+                rows.loss_mask_BT,
+                rows.segment_BT,
                 statics.loss,
             )
         return loss / denominator, sums

@@ -23,6 +23,7 @@ class Sample:
         prompt_ids, response_ids: int [tokens].
         logp_actor: float32 [response]. advantage: of the whole response.
         hidden: [response, D] the sampler's final hidden states, or None.
+        learned: whether the losses count it; it is scored either way.
     """
 
     prompt_ids: np.ndarray
@@ -30,10 +31,22 @@ class Sample:
     logp_actor: np.ndarray | None = None
     advantage: float = 0.0
     hidden: np.ndarray | None = None
+    learned: bool = True
 
     @property
     def tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Response tokens, and responses, that the losses of some rows count."""
+
+    tokens: float
+    sequences: float
+
+    def __add__(self, other: 'Counts') -> 'Counts':
+        return Counts(self.tokens + other.tokens, self.sequences + other.sequences)
 
 
 @jax.tree_util.register_dataclass
@@ -49,11 +62,18 @@ class Rows:
     logp_actor_BT: Array  # float32
     advantage_BT: Array  # float32
     first_BT: Array  # bool, the target is the response's first token (drawn by the dense prefill)
+    learned_BT: Array  # float32, 0 in sequences that the losses leave out, and in padding
     hidden_BTD: Array  # the sampler's hidden states; D is 0 when none were kept
 
     @property
-    def response_tokens(self) -> float:
-        return float(self.mask_BT.sum())
+    def loss_mask_BT(self) -> Array:
+        """1 where the target is a response token that the losses count."""
+        return self.mask_BT * self.learned_BT
+
+    @property
+    def counts(self) -> Counts:
+        kept_BT = self.loss_mask_BT
+        return Counts(float(kept_BT.sum()), float((kept_BT * self.first_BT).sum()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +155,7 @@ def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.
         logp_actor_BT=floats(),
         advantage_BT=floats(),
         first_BT=np.zeros((count, length), bool),
+        learned_BT=floats(),
         hidden_BTD=np.zeros((count, length, size), dtype),
     )
     for b, row in enumerate(rows):
@@ -150,6 +171,7 @@ def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.
             out.target_BT[b, start : here.stop - 1] = ids[1:]
             out.mask_BT[b, answer] = 1
             out.first_BT[b, first] = True
+            out.learned_BT[b, here] = sample.learned
             out.advantage_BT[b, answer] = sample.advantage
             if sample.logp_actor is not None:
                 out.logp_actor_BT[b, answer] = sample.logp_actor

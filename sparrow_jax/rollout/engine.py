@@ -80,6 +80,11 @@ class Adapted:
     moves: int
     probe_s: float
 
+    def followed_by(self, later: 'Adapted') -> 'Adapted':
+        """Of two rollouts of a step, the second under the controller that the first left."""
+        moves, probe_s = self.moves + later.moves, self.probe_s + later.probe_s
+        return dataclasses.replace(later, moves=moves, probe_s=probe_s)
+
 
 @dataclasses.dataclass(frozen=True)
 class Probing:

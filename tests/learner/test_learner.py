@@ -28,7 +28,7 @@ from tiny_learner import (
 from sparrow_jax.config import OptimizerConfig
 from sparrow_jax.learner.advantages import grpo
 from sparrow_jax.learner.learner import make_optimizer
-from sparrow_jax.learner.rows import Sample, empty_rows, micro_batches
+from sparrow_jax.learner.rows import Counts, Sample, empty_rows, micro_batches
 from sparrow_jax.metrics import CompileCounter
 from sparrow_jax.rollout.sampling import draw, draw_noise, sample_keys
 
@@ -155,7 +155,7 @@ def test_policy_gradient_is_the_weighted_gradient_of_the_plain_log_probs(packed)
     tokens = sum(len(s.response_ids) for s in SAMPLES)
     weight_BT = np.zeros((len(SAMPLES), ROW_TOKENS - 1), np.float32)
     for weight_T, sample, logp in zip(weight_BT, SAMPLES, true_logps(packed, SAMPLES), strict=True):
-        rho = np.minimum(np.exp(logp - sample.logp_actor), packed.run.learner.tis_cap)
+        rho = np.minimum(np.exp(logp - sample.logp_actor), packed.run.learner.correction_high)
         weight_T[answer_places(sample)] = -rho * sample.advantage / tokens
     with quick_compile():
         expected = plain_gradients(packed.graphdef, packed.params, pad(SAMPLES), TEMPERATURE, weight_BT)
@@ -261,6 +261,17 @@ def test_the_denominator_is_the_kept_tokens(packed):
     assert_gradients(actual, expected)
 
 
+def test_a_sequence_that_is_left_out_is_scored_but_not_learned_from(packed):
+    """As if it were not there, for the loss; its log-probs and masks stay, for what is measured."""
+    *others, last = SAMPLES
+    with_it = packed.batches([*others, dataclasses.replace(last, learned=False)])
+    actual, metrics = packed.gradients(with_it)
+    expected, expected_metrics = packed.gradients(packed.batches(others))
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+    assert_gradients(actual, expected)
+    assert sum(float(rows.mask_BT.sum()) for rows, *_ in with_it) == sum(len(s.response_ids) for s in SAMPLES)
+
+
 # ---------------------------------------------------------------------------------------------- updates
 
 
@@ -298,7 +309,7 @@ def test_two_supervised_updates_are_adamw_by_hand():
         for p, m, v in zip(params, first, second, strict=True):
             change = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-3)
             expected.append(p - rate * (change + (0.1 * p if p.ndim > 1 else 0)))
-        state, metrics = tiny.learner.update(state, batches, tokens)
+        state, metrics = tiny.learner.update(state, batches, Counts(tokens, len(SAMPLES)))
         np.testing.assert_allclose(metrics['actor/grad_norm'], norm, rtol=1e-5)
         logps = plain_logps(tiny.graphdef, tree.unflatten(params), pad(SAMPLES), 1.0)
         np.testing.assert_allclose(metrics['supervised/loss'], (np.asarray(logps) * weight_BT).sum(), rtol=1e-5)
@@ -366,8 +377,8 @@ def test_after_the_warm_up_nothing_compiles(packed):
         for one in map(packed.learner.device, rows[0]):
             logp_BT = packed.learner.score(warm.params, one).logp_BT
             batches.append((one, logp_BT, one.logp_actor_BT))
-        after, _ = packed.learner.update(warm, batches, 7.0)
-        packed.learner.update(after, batches, 8.0)
+        after, _ = packed.learner.update(warm, batches, Counts(7.0, 2.0))
+        packed.learner.update(after, batches, Counts(8.0, 2.0))
         assert counter.late == []
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparrow_jax.learner.advantages import grpo
-from sparrow_jax.learner.rows import RowLayout, Sample, empty_rows, micro_batches
+from sparrow_jax.learner.rows import Counts, RowLayout, Sample, empty_rows, micro_batches
 
 D = 3
 
@@ -52,6 +52,7 @@ def test_places_of_one_sequence_by_hand():
         'logp_actor_BT': [0, 0, -0.1, -0.2, -0.3, 0, 0, 0],
         'advantage_BT': [0, 0, 1.5, 1.5, 1.5, 0, 0, 0],
         'first_BT': [0, 0, 1, 0, 0, 0, 0, 0],
+        'learned_BT': [1, 1, 1, 1, 1, 1, 0, 0],
     }
     for name, row in expected.items():
         array_BT = getattr(rows, name)
@@ -59,7 +60,7 @@ def test_places_of_one_sequence_by_hand():
         np.testing.assert_array_equal(array_BT[0], np.array(row, array_BT.dtype), err_msg=name)
         np.testing.assert_array_equal(array_BT[1], np.zeros(8), err_msg=f'{name} of a row of padding')
     assert rows.hidden_BTD.shape == (2, 8, 0)
-    assert rows.response_tokens == 3
+    assert rows.counts == Counts(3, 1)
 
 
 @pytest.mark.parametrize('layout', [RowLayout(32, 2, True), RowLayout(32, 3, False), RowLayout(1024, 1, False)])

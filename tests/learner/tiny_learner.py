@@ -13,7 +13,7 @@ from configs import base
 from sparrow_jax.assembly import Parts
 from sparrow_jax.config import RunConfig, resolve
 from sparrow_jax.learner.learner import Learner, LearnerState
-from sparrow_jax.learner.rows import Sample, micro_batches
+from sparrow_jax.learner.rows import Counts, Sample, micro_batches
 from sparrow_jax.models.decoder import abstract_decoder
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
@@ -85,16 +85,16 @@ class Tiny:
             batches.append((rows, logp_old_BT, logp_reference_BT))
         return batches
 
-    def update(self, batches, response_tokens=None):
+    def update(self, batches, counts=None):
         """(state, metrics) after one update from the first state, which stays usable."""
-        if response_tokens is None:
-            response_tokens = sum(float(jnp.sum(rows.mask_BT)) for rows, _, _ in batches)
+        if counts is None:
+            counts = sum((rows.counts for rows, _, _ in batches), Counts(0.0, 0.0))
         with quick_compile():
-            return self.learner.update(jax.tree.map(jnp.copy, self.state), batches, response_tokens)
+            return self.learner.update(jax.tree.map(jnp.copy, self.state), batches, counts)
 
-    def gradients(self, batches, response_tokens=None):
+    def gradients(self, batches, counts=None):
         """(gradient of every weight, metrics) of one update."""
-        state, metrics = self.update(batches, response_tokens)
+        state, metrics = self.update(batches, counts)
         return first_gradients(state, self.run), metrics
 
 

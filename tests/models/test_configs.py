@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from configs import base
+from configs.algorithms import ALGORITHMS
 from sparrow_jax.config import resolve
 from sparrow_jax.models.shape import DecoderShape
 
@@ -54,6 +55,23 @@ def test_full_and_smoke_form_are_valid_and_locked(name):
 def test_a_mistyped_argument_lists_the_valid_ones(name):
     with pytest.raises(ValueError, match=f"{name}.py:smok: unknown argument; it must be '' or 'smoke'"):
         config(name, 'smok')
+
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS)
+def test_every_algorithm_can_be_chosen_in_full_and_in_smoke_form(algorithm):
+    for name, words in (('qwen3_8b', ()), ('smollm2_long', ('smoke',)), ('tiny', ()), ('tiny', ('smoke',))):
+        run = resolve(config(name, ','.join((*words, algorithm))))
+        for field, value in ALGORITHMS[algorithm].items():
+            section, _, key = field.partition('.')
+            assert getattr(getattr(run, section), key) == value, field
+        expected = run.rollout.max_response_tokens // 5 if algorithm == 'dapo' else 0
+        assert run.reward.overlong_buffer_tokens == expected
+    assert resolve(config('tiny', f'smoke,{algorithm}')).steps == 2
+
+
+def test_an_unknown_algorithm_lists_those_that_there_are():
+    with pytest.raises(ValueError, match=r"tiny.py:gpso: unknown argument; .*'scratch' or 'smoke', .*gspo, dapo"):
+        config('tiny', 'smoke,gpso')
 
 
 def test_smoke_changes_values_only():

@@ -8,11 +8,12 @@ import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'learner'))
 from tiny_learner import first_gradients, make_samples, make_tiny
+
+from sparrow_jax.learner.rows import Counts
 
 LENGTHS = [(3, 5), (4, 9), (10, 12), (2, 2), (6, 7), (1, 1), (5, 3), (9, 15), (8, 8), (7, 6), (12, 14)]
 
@@ -34,7 +35,7 @@ def step(data: int, fsdp: int, tensor: int) -> dict[str, np.ndarray]:
     )
     start = list(map(np.array, jax.tree.leaves(tiny.params)))
     batches = tiny.batches(make_samples(LENGTHS))
-    state, metrics = tiny.learner.update(tiny.state, batches, sum(float(jnp.sum(b[0].mask_BT)) for b in batches))
+    state, metrics = tiny.learner.update(tiny.state, batches, sum((b[0].counts for b in batches), Counts(0.0, 0.0)))
     names = ['.'.join(str(key.key) for key in path[:-1]) for path, _ in jax.tree.leaves_with_path(state.params)]
     weights, moments = jax.tree.leaves(state.params), jax.tree.leaves(state.optimizer[1][0].mu)
     facts = {
