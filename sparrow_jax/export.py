@@ -1,7 +1,7 @@
-"""python -m sparrow_jax.export --workdir=W --out=DIR
+"""python -m sparrow_jax.export --workdir=W --out=DIR [--shard_mib=16]
 
 Writes the policy of a run's newest checkpoint as a Hugging Face folder: weights, config, tokenizer, end tokens.
-transformers opens it, and so does `model.path` of another run.
+transformers opens it, and so does `model.path` of another run. Weights lie in files of at most 4 GB, or of so many MiB.
 """
 
 import jax.numpy as jnp
@@ -14,9 +14,15 @@ from sparrow_jax.console import Console
 from sparrow_jax.models.weights import save_hf
 from sparrow_jax.workdir import Workdir, empty_folder
 
+MIB = 2**20
+HEADER_BYTES = 2**16  # of a file, beside its tensors: names and places of some hundreds
+SHARD_MIB = 4000
 
-def export(workdir: str, out: str) -> int:
+
+def export(workdir: str, out: str, shard_mib: int) -> int:
     """Exports; returns the exit code."""
+    if shard_mib < 1:
+        raise ConfigError(f'--shard_mib={shard_mib}: must be at least 1')
     _, run = Workdir.existing(workdir)
     folder = empty_folder(out, '--out')
     parts = assemble(run, trains=False, samples=False)
@@ -27,7 +33,15 @@ def export(workdir: str, out: str) -> int:
     parts.encoder.tokenizer.save_pretrained(folder)
     # config.json comes last: a folder without it is an interrupted export.
     dtype = str(jnp.dtype(run.model.compute_dtype))
-    save_hf(folder, parts.shape, policy.params, dtype, end_ids=parts.encoder.end_ids, pad_id=parts.encoder.pad_id)
+    save_hf(
+        folder,
+        parts.shape,
+        policy.params,
+        dtype,
+        end_ids=parts.encoder.end_ids,
+        pad_id=parts.encoder.pad_id,
+        max_shard_bytes=shard_mib * MIB - HEADER_BYTES,
+    )
     with Console() as console:
         console.message(f'wrote the policy after step {policy.step} to {folder} ({dtype})')
     return 0
@@ -35,6 +49,9 @@ def export(workdir: str, out: str) -> int:
 
 def _flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string('out', None, 'folder to write, absent or empty', flag_values=values)
+    flags.DEFINE_integer(
+        'shard_mib', SHARD_MIB, 'largest file of weights, unless one tensor is larger', flag_values=values
+    )
 
 
 if __name__ == '__main__':
