@@ -54,6 +54,20 @@ class AdapterSpec:
         return jnp.where(mask_BT, jnp.float32(self.alpha / self.rank), 0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class SamplerAdapter:
+    """An adapter as the sampler takes it.
+
+    Attributes:
+      factors: of `init_adapter`, in the compute dtype.
+      scale: alpha / rank.
+    """
+
+    factors: list[Factors]
+    scale: float = dataclasses.field(metadata={'static': True})
+
+
 def init_adapter(shape: DecoderShape, spec: AdapterSpec, seed: int, dtype: Any = jnp.float32) -> list[Factors]:
     """An adapter that changes nothing yet: a normal with variance 1 / fan-in, b zero.
 

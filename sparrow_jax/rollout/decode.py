@@ -19,6 +19,7 @@ from pallas_kernels.page_select import page_select
 from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.sparse_decode import sparse_decode
+from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
@@ -93,6 +94,7 @@ class SamplingValues:
     budget_bins: jax.Array  # int32 [bins]
     temperature: jax.Array  # float32
     top_p: jax.Array  # float32, used when `truncate`
+    adapter: SamplerAdapter | None = None  # of decode steps: prompts are encoded by the weights alone
 
 
 def prefill(
@@ -209,7 +211,7 @@ def _decode_step(
     position_B = slots.length_B
     length_B = jnp.where(active_B, position_B + 1, 1)  # idle slots read one page, not their last sequence again
     budget_B = _budgets(length_B, statics, values)
-    hidden_BD = _hidden(decoder, cache, slots, length_B, budget_B, statics)
+    hidden_BD = _hidden(decoder, cache, slots, length_B, budget_B, statics, values.adapter)
     top_p = values.top_p if statics.truncate else None
     token_B, logp_B = draw(decoder.logits(hidden_BD), noise, values.temperature, top_p)
 
@@ -257,7 +259,9 @@ def _pages_of_sparse_layers(length: jax.Array, statics: SamplerStatics, values: 
     return jnp.minimum(-(-length // statics.page_tokens), jnp.minimum(most, statics.max_pages))
 
 
-def _hidden(decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: SamplerStatics) -> jax.Array:
+def _hidden(
+    decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: SamplerStatics, adapter: SamplerAdapter | None
+) -> jax.Array:
     """Final hidden states of the slots' tokens; writes their keys and values into the cache."""
     token_B, position_B, active_B, table_BN = slots.token_B, slots.length_B, slots.active_B, slots.table_BN
 
@@ -284,14 +288,18 @@ def _hidden(decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: Sa
             )
             return q_BHA
 
-        return fused_hidden(decoder, token_B, position_B, write, read, statics.kernels)
+        return fused_hidden(decoder, token_B, position_B, write, read, statics.kernels, adapter)
 
     def attend(layer: int, q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array) -> jax.Array:
         written = write_token(cache, layer, k_BTKA[:, 0], v_BTKA[:, 0], table_BN, position_B, active_B, statics)
         cache.pages[layer], cache.landmarks[layer] = written
         return read(layer, q_BTHA[:, 0])[:, None]
 
-    return decoder.hidden(token_B[:, None], position_B[:, None], attend)[:, 0]
+    one_B1 = token_B[:, None], position_B[:, None]
+    if adapter is None:
+        return decoder.hidden(*one_B1, attend)[:, 0]
+    scale_B1 = jnp.full(one_B1[0].shape, adapter.scale, jnp.float32)
+    return decoder.hidden(*one_B1, attend, adapter.factors, scale_B1)[:, 0]
 
 
 def write_token(
