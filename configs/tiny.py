@@ -68,6 +68,8 @@ def get_config(arg: str = '') -> ConfigDict:
     c.optimizer.warmup_steps = 4
     c.optimizer.decay_steps = 20
 
+    c.distill.rank = 8
+
     c.evaluate.every_steps = 12
     c.checkpoint.every_steps = 8
 
@@ -103,5 +105,6 @@ def get_config(arg: str = '') -> ConfigDict:
         c.mismatch.floor_sequences = 2
         c.learner.rows_per_microbatch = 2
         c.learner.row_tokens = 0
+        c.distill.rank = 4
         c.checkpoint.every_steps = 1
     return c

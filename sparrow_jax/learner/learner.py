@@ -28,9 +28,9 @@ from sparrow_jax.parallel.transfer import place, read
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LearnerState:
-    """Everything that training changes in the learner."""
+    """Everything that training changes in the learner, or of the sampler's adapter."""
 
-    params: nnx.State
+    params: Any  # nnx.State; of an adapter its factors
     optimizer: Any
     updates: Any  # int32 scalar, optimizer updates so far
 
@@ -109,7 +109,7 @@ class Learner:
             loss=PolicyLoss(run.learner.clip_low, run.learner.clip_high, run.learner.tis_cap, run.learner.kl_coef),
         )
         self.attention = statics.attention
-        self.abstract_state = _abstract_state(self.optimizer, abstract_params, mesh)
+        self.abstract_state = abstract_state(self.optimizer, abstract_params, mesh)
         # Every output's place is fixed, so that no step meets another layout than the one compiled in the warm-up.
         places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         whole, split = meshes.replicated(mesh), meshes.batch_sharding(mesh)
@@ -118,7 +118,7 @@ class Learner:
             functools.partial(_accumulate, graphdef, statics), donate_argnums=1, out_shardings=(places.params, whole)
         )
         self._apply = jax.jit(
-            functools.partial(_apply, self.optimizer), donate_argnums=0, out_shardings=(places, whole)
+            functools.partial(apply_gradients, self.optimizer), donate_argnums=0, out_shardings=(places, whole)
         )
         self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places.params)
         self._init = jax.jit(self._fresh, out_shardings=places)
@@ -163,7 +163,7 @@ class Learner:
         denominator = np.float32(max(response_tokens, 1.0))
         for rows, logp_old_BT, logp_reference_BT in batches:
             grads, more = self._accumulate(state.params, grads, rows, logp_old_BT, logp_reference_BT, denominator)
-            sums = more if sums is None else _combine(sums, more)
+            sums = more if sums is None else combine_sums(sums, more)
         state, grad_norm = self._apply(state, grads)
         metrics = {'actor/grad_norm': float(grad_norm)}
         for name, value in (sums or {}).items():
@@ -223,7 +223,8 @@ def _attention(abstract_params: nnx.State, mesh: Mesh, run: RunConfig) -> str:
     return 'xla' if why_no_splash(head_dim, kv_heads, mesh.shape['tensor'], run.row_tokens) else 'splash'
 
 
-def _abstract_state(optimizer: optax.GradientTransformation, abstract_params: nnx.State, mesh: Mesh) -> LearnerState:
+def abstract_state(optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh) -> LearnerState:
+    """Shapes and shardings of a state around such weights; moments lie where weights of their shape do."""
     whole = meshes.replicated(mesh)
     by_shape = {(x.shape, x.dtype): x.sharding for x in jax.tree.leaves(abstract_params)}
     moments = jax.tree.map(
@@ -233,7 +234,8 @@ def _abstract_state(optimizer: optax.GradientTransformation, abstract_params: nn
     return LearnerState(abstract_params, moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
 
 
-def _combine(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, float]:
+def combine_sums(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, float]:
+    """Of two micro-batches: sums added up, and the larger of those under 'max/'."""
     return {k: max(float(a[k]), float(b[k])) if k.startswith('max/') else float(a[k]) + float(b[k]) for k in a}
 
 
@@ -278,7 +280,10 @@ def _accumulate(graphdef, statics: _Statics, params, grads, rows: Rows, logp_old
     return jax.tree.map(jnp.add, grads, new), sums
 
 
-def _apply(optimizer: optax.GradientTransformation, state: LearnerState, grads):
+def apply_gradients(
+    optimizer: optax.GradientTransformation, state: LearnerState, grads: Any
+) -> tuple[LearnerState, jax.Array]:
+    """The state after one update, and the gradients' norm before any clipping."""
     grad_norm = optax.global_norm(grads)
     changes, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, changes)

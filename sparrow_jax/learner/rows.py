@@ -23,6 +23,7 @@ class Sample:
         prompt_ids, response_ids: int [tokens].
         logp_actor: float32 [response]. advantage: of the whole response.
         hidden: [response, D] the sampler's final hidden states, or None.
+      pages_read: int32 [response] pages that the sampler read for each token, 0 for all of them; or None.
     """
 
     prompt_ids: np.ndarray
@@ -30,6 +31,7 @@ class Sample:
     logp_actor: np.ndarray | None = None
     advantage: float = 0.0
     hidden: np.ndarray | None = None
+    pages_read: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -50,6 +52,7 @@ class Rows:
     advantage_BT: Array  # float32
     first_BT: Array  # bool, the target is the response's first token (drawn by the dense prefill)
     hidden_BTD: Array  # the sampler's hidden states; D is 0 when none were kept
+    pages_read_BT: Any = None  # int32 by sparse layers for the target, 0 = all; None but for the adapter's updates
 
     @property
     def response_tokens(self) -> float:
@@ -93,19 +96,22 @@ def micro_batches(samples: Sequence[Sample], layout: RowLayout) -> list[Rows]:
     if order and samples[order[0]].tokens > layout.row_tokens:
         raise ValueError(f'a sequence of {samples[order[0]].tokens} tokens does not fit a row of {layout.row_tokens}')
     hidden = next((s.hidden for s in samples if s.hidden is not None), None)
+    records_pages = any(s.pages_read is not None for s in samples)
     batches = []
     for length in layout.buckets():
         floor = max((n for n in layout.buckets() if n < length), default=-1)
         inside = [samples[i] for i in order if floor < samples[i].tokens <= length]
         rows = _first_fit(inside, length) if layout.packing else [[s] for s in inside]
         size = layout.rows_of(length)
-        batches += [_fill(rows[i : i + size], size, length, hidden) for i in range(0, len(rows), size)]
+        batches += [_fill(rows[i : i + size], size, length, hidden, records_pages) for i in range(0, len(rows), size)]
     return batches
 
 
-def empty_rows(layout: RowLayout, length: int, hidden_size: int, hidden_dtype) -> Rows:
+def empty_rows(
+    layout: RowLayout, length: int, hidden_size: int = 0, hidden_dtype=np.float32, records_pages: bool = False
+) -> Rows:
     """A micro-batch of padding, to compile with."""
-    return _fill([], layout.rows_of(length), length, np.zeros((0, hidden_size), hidden_dtype))
+    return _fill([], layout.rows_of(length), length, np.zeros((0, hidden_size), hidden_dtype), records_pages)
 
 
 def _first_fit(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
@@ -122,7 +128,9 @@ def _first_fit(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
     return rows
 
 
-def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.ndarray | None) -> Rows:
+def _fill(
+    rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.ndarray | None, records_pages: bool
+) -> Rows:
     integers = lambda: np.zeros((count, length), np.int32)
     floats = lambda: np.zeros((count, length), np.float32)
     size, dtype = (hidden.shape[1], hidden.dtype) if hidden is not None else (0, np.dtype(np.float32))
@@ -136,6 +144,7 @@ def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.
         advantage_BT=floats(),
         first_BT=np.zeros((count, length), bool),
         hidden_BTD=np.zeros((count, length, size), dtype),
+        pages_read_BT=integers() if records_pages else None,
     )
     for b, row in enumerate(rows):
         start = 0
@@ -155,5 +164,7 @@ def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.
                 out.logp_actor_BT[b, answer] = sample.logp_actor
             if sample.hidden is not None:
                 out.hidden_BTD[b, answer] = sample.hidden
+            if sample.pages_read is not None:
+                out.pages_read_BT[b, answer] = sample.pages_read
             start = here.stop
     return out

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from sparrow_jax.config import ConfigError
+from sparrow_jax.config import ADAPTER_TARGETS, ConfigError
 from sparrow_jax.models.decoder import Factors, Weight, layer_weights
 from sparrow_jax.models.shape import DecoderShape
 
-TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+TARGETS = ADAPTER_TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +40,13 @@ class AdapterSpec:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f'adapter.rank={self.rank}: must be at least 1')
+            raise ConfigError(f'distill.rank={self.rank}: must be at least 1')
         if not 0 < self.alpha < math.inf:
-            raise ConfigError(f'adapter.alpha={self.alpha}: must be positive and finite')
+            raise ConfigError(f'distill.alpha={self.alpha}: must be positive and finite')
         unknown = [name for name in self.targets if name not in TARGETS]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
-                f'adapter.targets={tuple(self.targets)}: must be one or more of {", ".join(TARGETS)}, each once'
+                f'distill.targets={tuple(self.targets)}: must be one or more of {", ".join(TARGETS)}, each once'
             )
 
     def scale_at(self, mask_BT: Array) -> Array:
@@ -124,7 +124,7 @@ def _factors(shape: DecoderShape, spec: AdapterSpec) -> dict[str, tuple[Weight, 
         smaller = min(weight.fan_in, math.prod(weight.sizes[inputs:]))
         if spec.rank > smaller:
             raise ConfigError(
-                f'adapter.rank={spec.rank}: is above the smaller side of {name}, {smaller}; set it to {smaller} or '
+                f'distill.rank={spec.rank}: is above the smaller side of {name}, {smaller}; set it to {smaller} or '
                 'less, or leave that target out'
             )
         a = Weight((*weight.sizes[:inputs], spec.rank), (*weight.axes[:inputs], 'rank'), weight.fan_in)
