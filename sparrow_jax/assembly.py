@@ -20,7 +20,9 @@ from sparrow_jax import memory
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError, ControllerConfig, RunConfig
 from sparrow_jax.console import notice_once
-from sparrow_jax.learner.learner import LearnerState
+from sparrow_jax.learner.distill import Distiller
+from sparrow_jax.learner.learner import Learner, LearnerState
+from sparrow_jax.models.adapter import AdapterSpec, SamplerAdapter, adapter_axes, init_adapter
 from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
@@ -88,6 +90,18 @@ class Frame:
             self.run.model.compute_dtype,
             _probing(self.run.controller, self.schedule) if trains else None,
             may_widen=trains and self.run.guard.action == 'widen',
+        )
+
+    def distiller(self, learner: Learner, engine: Engine) -> Distiller:
+        """What trains the adapter of the engine's sampler beside the learner."""
+        return Distiller(
+            self.shape,
+            learner.abstract_state.params,
+            self.mesh,
+            self.run,
+            self.schedule,
+            engine.kernels,
+            learner.attention,
         )
 
 
@@ -186,11 +200,14 @@ class Policy:
         params: its weights.
         step: of the checkpoint; 0 for start weights.
         parts: those of the command; the schedule has the budgets that the run had arrived at.
+        adapter: of the sparse sampler, where the run has taught one; adapter_spec: its size.
     """
 
     params: nnx.State
     step: int
     parts: Parts
+    adapter: SamplerAdapter | None = None
+    adapter_spec: AdapterSpec | None = None
 
 
 def load_policy(parts: Parts, workdir: str) -> Policy:
@@ -216,9 +233,27 @@ def load_policy(parts: Parts, workdir: str) -> Policy:
         if step is None:
             return Policy(parts.start_params(), 0, parts)
         # A learner state without its other parts: only the weights are read.
-        wanted = LearnerState(parts.abstract_params(), None, None)
+        wanted: dict[str, Any] = {'params': parts.abstract_params()}
+        spec = None
+        if trained.distill.enabled:
+            spec = AdapterSpec(trained.distill.rank, trained.distill.alpha, trained.distill.targets)
+            wanted['adapter'] = LearnerState(_abstract_factors(parts, spec), None, None)
         restored, facts = checkpoints.restore(step, wanted, partial=True)
-    return Policy(restored.params, step, dataclasses.replace(parts, schedule=_arrived(parts, trained, facts)))
+    arrived = dataclasses.replace(parts, schedule=_arrived(parts, trained, facts))
+    if spec is None:
+        return Policy(restored['params'], step, arrived)
+    dtype = jnp.dtype(parts.run.model.compute_dtype)
+    factors = jax.tree.map(lambda x: x.astype(dtype), restored['adapter'].params)
+    return Policy(restored['params'], step, arrived, SamplerAdapter(factors, spec.alpha / spec.rank), spec)
+
+
+def _abstract_factors(parts: Parts, spec: AdapterSpec) -> Any:
+    """Shapes of a run's adapter, and where the sampler has it."""
+    place = lambda x, axes: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=meshes.weight_sharding(parts.mesh, axes, x.shape, meshes.SAMPLER_RULES)
+    )
+    factors = jax.eval_shape(lambda: init_adapter(parts.shape, spec, 0))
+    return jax.tree.map(place, factors, adapter_axes(parts.shape, spec))
 
 
 def _arrived(parts: Parts, trained: RunConfig, facts: Mapping[str, Any]) -> Schedule:

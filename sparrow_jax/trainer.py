@@ -32,6 +32,7 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
+from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.parallel import transfer
 from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
@@ -77,12 +78,14 @@ class Prepared:
         metrics: of the step so far.
         answers: rows for samples.jsonl.
         controller: after the step's rollout, under an adaptive schedule.
+        of_adapter: micro-batches for the sampler's adapter, on the host; none where it learns nothing.
     """
 
     updates: list[list[MicroBatch]]
     metrics: dict[str, float]
     answers: list[dict]
     controller: Controller | None = None
+    of_adapter: Sequence[Rows] = ()
 
 
 def as_samples(
@@ -93,6 +96,11 @@ def as_samples(
         Sample(np.asarray(q.prompt_ids), r.tokens, r.logp, float(advantage), r.hidden)
         for q, r, advantage in zip(requests, responses, advantages, strict=True)
     ]
+
+
+def with_adapter(state: LearnerState, adapter: LearnerState) -> dict[str, Any]:
+    """What a checkpoint of a run with an adapter holds; the learner's arrays have the names they have without one."""
+    return {**vars(state), 'adapter': adapter}
 
 
 class Trainer:
@@ -106,6 +114,7 @@ class Trainer:
         self.engine = parts.engine(trains=self.run.phase == 'rl')
         self.controller = self.engine.start_controller() if self.engine.probing else None
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
+        self.distiller = parts.distiller(self.learner, self.engine) if self.run.distill.enabled else None
         self.advantages = jax.jit(ADVANTAGES[self.run.learner.advantage])
         self.check_data()
         if not transfer.same_in_all(self.train_set.fingerprint):
@@ -117,6 +126,7 @@ class Trainer:
         self.position = Position()
         self.guard = guards.History()
         self.state: LearnerState  # set by `start`
+        self.adapter: LearnerState | None = None  # of the sampler; set by `start` where the run has one
         self.reference: nnx.State | None = None
         self.timings: dict[str, float] = {}
 
@@ -129,8 +139,15 @@ class Trainer:
             self.reference = self.parts.start_params()
         if step is None:
             self.state = self.learner.init(self.reference if self.reference is not None else self.parts.start_params())
+            if self.distiller is not None:
+                self.adapter = self.distiller.init(self.run.seed)
             return None
-        self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
+        if self.distiller is None:
+            self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
+        else:
+            wanted = with_adapter(self.learner.abstract_state, self.distiller.abstract_state)
+            restored, facts = checkpoints.restore(step, wanted)
+            self.adapter, self.state = restored.pop('adapter'), LearnerState(**restored)
         if facts.get('data') != self.train_set.fingerprint:
             raise ConfigError(
                 f'data.source={self.run.data.source!r}: has other problems now than when this run began; restore the '
@@ -164,7 +181,8 @@ class Trainer:
         if self.controller is not None:
             facts['controller'] = controllers.to_facts(self.controller)
             facts['bin_width_tokens'] = self.parts.schedule.bin_width_tokens
-        checkpoints.save(self.position.step, self.state, facts)
+        arrays = self.state if self.adapter is None else with_adapter(self.state, self.adapter)
+        checkpoints.save(self.position.step, arrays, facts)
 
     def warm_up(self) -> None:
         """Compiles everything that the run will need, so that nothing compiles later."""
@@ -186,8 +204,15 @@ class Trainer:
                 samplings.add(self.floor_sampling())
                 keep_hidden.add(True)
         weights = self.engine.weights(self.state.params)
-        self.engine.warm_up(weights, sorted(samplings, key=repr), lambda what: self.console.status('compiling', what))
+        self.engine.warm_up(
+            weights,
+            sorted(samplings, key=repr),
+            lambda what: self.console.status('compiling', what),
+            self.sampler_adapter(),
+        )
         self.console.status('compiling', 'learner')
+        if self.distiller is not None and self.adapter is not None:
+            self.distiller.warm_up(self.state.params, self.adapter)
         self.state = self.learner.warm_up(self.state, keep_hidden=sorted(keep_hidden))
 
     def check_data(self) -> None:
@@ -216,6 +241,10 @@ class Trainer:
     def sampling(self, keep_hidden: bool) -> Sampling:
         return Sampling(self.run.rollout.temperature, sparse=not self.guard.dense, keep_hidden=keep_hidden)
 
+    def sampler_adapter(self) -> SamplerAdapter | None:
+        """The adapter as it is now, for the sparse sampler."""
+        return None if self.distiller is None or self.adapter is None else self.distiller.for_sampler(self.adapter)
+
     def floor_sampling(self) -> Sampling:
         return Sampling(self.run.rollout.temperature, sparse=False, keep_hidden=True)
 
@@ -242,6 +271,11 @@ class Trainer:
         rewards = np.asarray([s.reward for s in scores], np.float32).reshape(len(problems), -1)
         advantages = np.asarray(self.advantages(rewards)).reshape(-1)
         samples = as_samples(requests, responses, advantages)
+        of_adapter: list[Rows] = []
+        if self.distiller is not None and not self.guard.dense:
+            pages = [r.pages_read for r in responses]
+            read = [dataclasses.replace(s, pages_read=p) for s, p in zip(samples, pages, strict=True)]
+            of_adapter = self.distiller.rows(read)
         updates, scored = self.score(self.make_updates(samples))
         prompt_tokens = [len(q.prompt_ids) for q in requests]
         metrics = {
@@ -264,7 +298,7 @@ class Trainer:
         shown = slice(self.run.log.samples_per_step)
         prompt_texts = [self.parts.encoder.decode(q.prompt_ids) for q in requests[shown]]
         answers = answer_rows(prompt_texts, repeated[shown], completions[shown], scores[shown], responses[shown])
-        return Prepared(updates, metrics, answers, adapted.controller if adapted else None)
+        return Prepared(updates, metrics, answers, adapted.controller if adapted else None, of_adapter)
 
     def adaptation(self, adapted: Adapted, prompt_tokens: list[int], responses: list[Response]) -> dict[str, float]:
         """What the controller did in this step's rollout; says which bins it has made dense."""
@@ -334,6 +368,7 @@ class Trainer:
             'run_key': self.key,
             'step': step,
             'sampling': self.sampling(self.measured(step)),
+            'adapter': self.sampler_adapter(),
             'on_progress': self.show_progress('sampling'),
         }
         with self.timed('gen', 'sampling'):
@@ -404,7 +439,17 @@ class Trainer:
                 tokens = sum(batch.response_tokens for batch in update)
                 self.state, metrics = self.learner.update(self.state, self.with_reference(update), tokens)
                 collected.append(metrics)
-        return {name: float(np.mean([m[name] for m in collected])) for name in collected[0]}
+        metrics = {name: float(np.mean([m[name] for m in collected])) for name in collected[0]}
+        return metrics | self.distill(prepared.of_adapter)
+
+    def distill(self, batches: Sequence[Rows]) -> dict[str, float]:
+        """The updates of the sampler's adapter, whose dense policy is that of the updated weights."""
+        if self.distiller is None or self.adapter is None or not batches:
+            return {}
+        show = lambda done, total: self.console.status('distilling', done=done, total=total)
+        with self.timed('distill', 'distilling'):
+            self.adapter, metrics = self.distiller.update(self.state.params, self.adapter, batches, show)
+        return metrics
 
     def with_reference(self, update: list[MicroBatch]) -> Iterator[tuple[Rows, jax.Array, jax.Array]]:
         """What `Learner.update` takes, one micro-batch at a time: the start policy's log-probs are made when needed."""
