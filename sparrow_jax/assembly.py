@@ -23,7 +23,7 @@ from sparrow_jax.console import notice_once
 from sparrow_jax.learner.distill import Distiller
 from sparrow_jax.learner.learner import Learner, LearnerState
 from sparrow_jax.models.adapter import AdapterSpec, SamplerAdapter, adapter_axes, init_adapter
-from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
+from sparrow_jax.models.decoder import Factors, abstract_decoder, init_decoder, logical_axes
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
 from sparrow_jax.parallel import mesh as meshes
@@ -200,14 +200,22 @@ class Policy:
         params: its weights.
         step: of the checkpoint; 0 for start weights.
         parts: those of the command; the schedule has the budgets that the run had arrived at.
-        adapter: of the sparse sampler, where the run has taught one; adapter_spec: its size.
+        factors: float32, of the sparse sampler's adapter, where the run has taught one; spec: its size.
     """
 
     params: nnx.State
     step: int
     parts: Parts
-    adapter: SamplerAdapter | None = None
-    adapter_spec: AdapterSpec | None = None
+    factors: list[Factors] | None = None
+    spec: AdapterSpec | None = None
+
+    @property
+    def adapter(self) -> SamplerAdapter | None:
+        """As the sampler takes it."""
+        if self.factors is None or self.spec is None:
+            return None
+        dtype = jnp.dtype(self.parts.run.model.compute_dtype)
+        return SamplerAdapter(jax.tree.map(lambda x: x.astype(dtype), self.factors), self.spec.alpha / self.spec.rank)
 
 
 def load_policy(parts: Parts, workdir: str) -> Policy:
@@ -240,11 +248,8 @@ def load_policy(parts: Parts, workdir: str) -> Policy:
             wanted['adapter'] = LearnerState(_abstract_factors(parts, spec), None, None)
         restored, facts = checkpoints.restore(step, wanted, partial=True)
     arrived = dataclasses.replace(parts, schedule=_arrived(parts, trained, facts))
-    if spec is None:
-        return Policy(restored['params'], step, arrived)
-    dtype = jnp.dtype(parts.run.model.compute_dtype)
-    factors = jax.tree.map(lambda x: x.astype(dtype), restored['adapter'].params)
-    return Policy(restored['params'], step, arrived, SamplerAdapter(factors, spec.alpha / spec.rank), spec)
+    factors = restored['adapter'].params if spec else None
+    return Policy(restored['params'], step, arrived, factors, spec)
 
 
 def _abstract_factors(parts: Parts, spec: AdapterSpec) -> Any:
