@@ -2,8 +2,9 @@
 
 Compiles, without an accelerator, all that a run does on a TPU slice, for the devices of that slice: the copy of the
 weights to the sampler, prefill, the decode segment, the probes' measure (of an adaptive schedule), scoring, gradients
-and the optimizer's update. The functions, the mesh and the placement are those of training; of the arrays only shapes
-exist. Shows the bytes of each device beside its memory, and what the devices exchange in a decode step.
+and the optimizer's update, and those of the sampler's adapter. The functions, the mesh and the placement are those of
+training; of the arrays only shapes exist. Shows the bytes of each device beside its memory, and what the devices
+exchange in a decode step.
 
 Exit code 1: it does not fit a device, or a decode step brings weights or cache together from several devices.
 """
@@ -144,9 +145,14 @@ class Check:
         self.frame, self.engine, self.available_bytes = frame, engine, available_bytes
         run = frame.run
         self.learner = Learner(frame.learner_graph, frame.abstract_params(), frame.mesh, run, frame.shape.d_model)
+        self.distiller = frame.distiller(self.learner, engine) if run.distill.enabled else None
         keep_hidden = run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0
-        self.of_sampling = engine.programs(self.learner.abstract_state.params, Sampling(1.0, keep_hidden=keep_hidden))
+        sampling = Sampling(1.0, keep_hidden=keep_hidden)
+        adapter = self.distiller.abstract_sampler_adapter() if self.distiller else None
+        self.of_sampling = engine.programs(self.learner.abstract_state.params, sampling, adapter)
         self.of_learning = self.learner.programs(keep_hidden=keep_hidden)
+        if self.distiller:
+            self.of_learning |= self.distiller.programs()
         if run.phase != 'rl':
             self.of_sampling = {}
             del self.of_learning['scoring']
@@ -303,6 +309,9 @@ class Check:
         state = self.learner.abstract_state
         yield from _leaves('parameters', state.params)
         yield from _leaves('optimizer', state.optimizer)
+        if self.distiller:
+            yield from _leaves('adapter', self.distiller.abstract_state)
+            yield from _leaves('adapter', self.distiller.abstract_sampler_adapter().factors)
         if self.frame.run.learner.kl_coef:
             yield from _leaves('start policy', state.params)
         if self.of_sampling:
@@ -323,7 +332,11 @@ class Check:
             # The copy of the weights makes them, from the parameters; all others take weights, cache and slots.
             return learning - parts['parameters'] if name.startswith('copy') else learning
         weights = parts.get('sampler weights', 0)
-        taken = parts['parameters'] + (parts['optimizer'] if name == 'optimizer update' else 0)
+        taken = {
+            'optimizer update': parts['parameters'] + parts['optimizer'],
+            'adapter gradients': parts['parameters'],
+            'adapter update': parts.get('adapter', 0),
+        }.get(name, parts['parameters'])
         return weights + learning - taken
 
 

@@ -84,7 +84,7 @@ def init_adapter(shape: DecoderShape, spec: AdapterSpec, seed: int, dtype: Any =
     Raises:
       ConfigError: the rank is above the smaller side of a target, which no addition to that matrix can use.
     """
-    factors = _factors(shape, spec)
+    factors = factor_weights(shape, spec)
     # One draw for the whole adapter, as for the decoder's weights: a draw of each size would be compiled anew.
     layer_size = sum(math.prod(a.sizes) for a, _ in factors.values())
     numbers = jax.random.normal(jax.random.key(seed), (shape.layers * layer_size,))
@@ -104,18 +104,18 @@ def init_adapter(shape: DecoderShape, spec: AdapterSpec, seed: int, dtype: Any =
 def adapter_axes(shape: DecoderShape, spec: AdapterSpec) -> list[dict[str, dict[str, tuple[str, ...]]]]:
     """The logical axis names of `init_adapter`'s arrays, a tuple of names in place of each: those of the weight and
     'rank', which no sharding rule cuts."""
-    factors = _factors(shape, spec)
+    factors = factor_weights(shape, spec)
     return [{name: {'a': a.axes, 'b': b.axes} for name, (a, b) in factors.items()} for _ in range(shape.layers)]
 
 
 def adapter_parameter_count(shape: DecoderShape, spec: AdapterSpec) -> int:
     """The number of elements of all factors of all layers."""
-    pairs = _factors(shape, spec).values()
+    pairs = factor_weights(shape, spec).values()
     return shape.layers * sum(math.prod(a.sizes) + math.prod(b.sizes) for a, b in pairs)
 
 
-def _factors(shape: DecoderShape, spec: AdapterSpec) -> dict[str, tuple[Weight, Weight]]:
-    # Target -> (a, b) of one layer.
+def factor_weights(shape: DecoderShape, spec: AdapterSpec) -> dict[str, tuple[Weight, Weight]]:
+    """Target -> (a, b) of one layer. Raises ConfigError as `init_adapter`."""
     weights = layer_weights(shape)
     factors = {}
     for name in spec.targets:

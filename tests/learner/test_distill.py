@@ -24,7 +24,8 @@ PG_COEF, KL_COEF = 0.7, 1.3
 
 @pytest.fixture(scope='module')
 def distilled():
-    return make_distiller(**{'distill.pg_coef': PG_COEF, 'distill.kl_coef': KL_COEF, 'distill.max_grad_norm': 1e9})
+    coefficients = {'distill.pg_coef': PG_COEF, 'distill.kl_coef': KL_COEF, 'distill.max_grad_norm': 1e9}
+    return make_distiller(**coefficients, **{'distill.learning_rate': 3e-3, 'distill.warmup_steps': 0})
 
 
 @pytest.fixture(scope='module')
@@ -155,6 +156,22 @@ def test_the_loss_in_numbers():
     nothing, zeros = distill_loss(logp, kl, old, actor, advantage, jnp.zeros_like(mask), constants)
     assert nothing == 0
     assert not any(map(float, zeros.values()))
+
+
+def test_a_few_updates_bring_the_sparse_policy_closer(distilled):
+    """At a fixed budget, by the divergence alone, on tokens that were not trained on."""
+    plain = [dataclasses.replace(sample, advantage=0.0) for sample in SAMPLES]
+    others = with_pages(make_samples(LENGTHS, seed=9), budget=1)
+    distiller, state, seen = distilled.distiller, distilled.distiller.init(0), []
+    with quick_compile():
+        for samples in [plain] * 30 + [others]:
+            state, metrics = distiller.update(distilled.params, state, distiller.rows(samples))
+            seen.append(metrics)
+        _, before = distiller.update(distilled.params, distiller.init(0), distiller.rows(others))
+    assert seen[-2]['distill/kl'] < 0.7 * seen[0]['distill/kl']
+    assert seen[-1]['distill/kl'] < 0.9 * before['distill/kl']
+    assert seen[-1]['distill/alpha_p05'] > before['distill/alpha_p05'] + 0.01
+    print(seen[0], seen[-2], seen[-1], before)
 
 
 def products(function, arguments):
