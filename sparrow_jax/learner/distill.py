@@ -104,6 +104,7 @@ class Distiller:
         mesh, run: of the run.
         schedule: of the sampler; its layers and reserved pages count, its budgets are those that were recorded.
         kernels: what runs the teacher-forced sparse attention; the sampler's.
+        learner_attention: what runs the learner's.
 
     Raises:
         ConfigError: KV heads that do not split over the tensor shards, or a rank that a matrix is too small for.
@@ -112,6 +113,7 @@ class Distiller:
         spec: of the adapter.
         layout: of the rows: one sequence each.
         abstract_state: shapes and shardings of the adapter and its optimizer's state.
+        dense_hidden, sparse_hidden, head: parts of what `update` does with a micro-batch.
     """
 
     def __init__(
@@ -181,6 +183,10 @@ class Distiller:
             lambda x, of: meshes.weight_sharding(mesh, of, x.shape, meshes.SAMPLER_RULES), factors, axes
         )
         self._score = jax.jit(functools.partial(_score, graphdef, statics), out_shardings=split)
+        # For benches: `update` runs them as one program.
+        self.dense_hidden = jax.jit(functools.partial(_dense_hidden, graphdef, statics), out_shardings=split)
+        self.sparse_hidden = jax.jit(functools.partial(_sparse_hidden, graphdef, statics), out_shardings=split)
+        self.head = jax.jit(functools.partial(_head, graphdef, statics), out_shardings=(split, whole, split))
         self._accumulate = jax.jit(
             functools.partial(_accumulate, graphdef, statics),
             donate_argnums=2,
@@ -369,10 +375,12 @@ def _score(graphdef, statics: _Statics, params, factors, rows: Rows) -> jax.Arra
     return token_logps(nnx.merge(graphdef, params).logits, hidden_BTD, rows.target_BT, *head)[0]
 
 
-def _accumulate(graphdef, statics: _Statics, params, factors, grads, rows: Rows, logp_old_BT, denominator):
-    decoder = nnx.merge(graphdef, params)
-    dense_BTD = decoder.hidden(rows.token_BT, rows.position_BT, _dense_attend(statics, rows))
-    sparse_BTD, backward = jax.vjp(lambda factors: _sparse_hidden(graphdef, statics, params, factors, rows), factors)
+def _dense_hidden(graphdef, statics: _Statics, params, rows: Rows) -> jax.Array:
+    return nnx.merge(graphdef, params).hidden(rows.token_BT, rows.position_BT, _dense_attend(statics, rows))
+
+
+def _head(graphdef, statics: _Statics, params, sparse_BTD, dense_BTD, rows: Rows, logp_old_BT, denominator):
+    """The loss's gradient for the sparse policy's hidden states, sums of metrics, and alpha_BT."""
     of_tokens = (logp_old_BT, rows.logp_actor_BT, rows.advantage_BT, rows.mask_BT)
 
     def loss(logp_Bt, kl_Bt, logp_old_Bt, logp_actor_Bt, advantage_Bt, mask_Bt):
@@ -380,7 +388,7 @@ def _accumulate(graphdef, statics: _Statics, params, factors, grads, rows: Rows,
         return distill_loss(logp_Bt, kl_Bt, old_Bt, logp_actor_Bt, advantage_Bt, mask_Bt, statics.loss)
 
     gradient_BTD, logp_BT, kl_BT, alpha_BT = distill_terms(
-        decoder.logits,
+        nnx.merge(graphdef, params).logits,
         sparse_BTD,
         dense_BTD,
         rows.target_BT,
@@ -389,6 +397,14 @@ def _accumulate(graphdef, statics: _Statics, params, factors, grads, rows: Rows,
         statics.temperature,
         statics.head_chunk_tokens,
     )
+    return gradient_BTD, loss(logp_BT, kl_BT, *of_tokens)[1], alpha_BT
+
+
+def _accumulate(graphdef, statics: _Statics, params, factors, grads, rows: Rows, logp_old_BT, denominator):
+    dense_BTD = _dense_hidden(graphdef, statics, params, rows)
+    sparse_BTD, backward = jax.vjp(lambda factors: _sparse_hidden(graphdef, statics, params, factors, rows), factors)
+    gradient_BTD, sums, alpha_BT = _head(
+        graphdef, statics, params, sparse_BTD, dense_BTD, rows, logp_old_BT, denominator
+    )
     (new,) = backward(gradient_BTD)
-    _, sums = loss(logp_BT, kl_BT, *of_tokens)
     return jax.tree.map(jnp.add, grads, new), sums, alpha_BT
