@@ -25,13 +25,15 @@ PG_COEF, KL_COEF = 0.7, 1.3
 @pytest.fixture(scope='module')
 def distilled():
     coefficients = {'distill.pg_coef': PG_COEF, 'distill.kl_coef': KL_COEF, 'distill.max_grad_norm': 1e9}
-    return make_distiller(**coefficients, **{'distill.learning_rate': 3e-3, 'distill.warmup_steps': 0})
+    with quick_compile():
+        return make_distiller(**coefficients, **{'distill.learning_rate': 3e-3, 'distill.warmup_steps': 0})
 
 
 @pytest.fixture(scope='module')
 def state(distilled):
     """With a b that is no longer zero."""
-    state, rng = distilled.distiller.init(0), np.random.default_rng(3)
+    with quick_compile():
+        state, rng = distilled.distiller.init(0), np.random.default_rng(3)
     for layer in state.params:
         for pair in layer.values():
             pair['b'] = jnp.asarray(0.2 * rng.standard_normal(pair['b'].shape), jnp.float32)
@@ -151,7 +153,7 @@ def test_the_loss_in_numbers():
     np.testing.assert_allclose(sums['distill/pg_loss'], -(1.28 * 1 + 3 * 1 * -2), rtol=1e-6)
     np.testing.assert_allclose(loss, 2 * 4.72 + 0.5 * 0.4, rtol=1e-6)
     assert sums['distill/pg_clipfrac'] == 1
-    gradient = jax.grad(lambda x: distill_loss(x, kl, old, actor, advantage, mask, constants)[0])(logp)
+    gradient = jax.jit(jax.grad(lambda x: distill_loss(x, kl, old, actor, advantage, mask, constants)[0]))(logp)
     np.testing.assert_allclose(gradient, [[0, 12, 0]], rtol=1e-6)  # clipped; 2 x 3 x 2; masked
     nothing, zeros = distill_loss(logp, kl, old, actor, advantage, jnp.zeros_like(mask), constants)
     assert nothing == 0
@@ -195,7 +197,8 @@ def test_the_policy_is_frozen_in_the_adapter_s_step(distilled, state, updated):
     tiny, distiller = distilled.tiny, distilled.distiller
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), updated[0].params, state.params)
     assert all(jax.tree.leaves(moved))
-    fresh = make_tiny(**CHANGES).params
+    with quick_compile():
+        fresh = make_tiny(**CHANGES).params
     for before, after in zip(jax.tree.leaves(fresh), jax.tree.leaves(distilled.params), strict=True):
         np.testing.assert_array_equal(before, after)
     shapes = {x.shape for x in jax.tree.leaves(tiny.params) if x.ndim > 1}
