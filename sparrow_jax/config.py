@@ -14,20 +14,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels.implementation import Implementation
-from sparrow_jax.algorithm_checks import validate_algorithm
+from sparrow_jax.algorithm_checks import OF_RESPONSES, validate_algorithm
 
 GUARD_ACTIONS = ('none', 'widen', 'dense', 'stop')
 # As the operations have them; those import JAX, for which a mistake need not wait.
 POLICIES = ('block_mean', 'quest', 'group_softmax')
 MOST_CHUNK_TOKENS = 256
 CONTEXTS = ('dense_samples', 'sparse_samples')
+ADAPTER_TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 SCHEDULE_STARTS = ('dense', 'fixed', 'published', 'file')
 SCHEDULE_KINDS = (*SCHEDULE_STARTS, 'adaptive')
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
 INT32 = 2**31 - 1  # the device counts with int32
 MOST = {'seed': 2**63 - 1, 'data.seed': 2**63 - 1}
 # Limits that then do nothing.
-MAY_BE_INFINITE = ('learner.correction_high', 'learner.clip_high', 'critic.clip', 'optimizer.max_grad_norm')
+MAY_BE_INFINITE = (
+    'learner.correction_high',
+    'learner.clip_high',
+    'critic.clip',
+    'optimizer.max_grad_norm',
+    'distill.tis_cap',
+    'distill.clip_high',
+    'distill.max_grad_norm',
+)
 DAY_S = 86_400.0
 DTYPES = ('bfloat16', 'float32')
 DISTRIBUTED = ('off', 'auto', 'address')
@@ -209,6 +218,23 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    enabled: bool
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    pg_coef: float
+    kl_coef: float
+    clip_low: float
+    clip_high: float
+    tis_cap: float
+    updates_per_step: int
+    learning_rate: float
+    warmup_steps: int
+    max_grad_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
     every_steps: int
     samples: int
@@ -271,6 +297,7 @@ class RunConfig:
     learner: LearnerConfig
     critic: CriticConfig
     optimizer: OptimizerConfig
+    distill: DistillConfig
     evaluate: EvaluateConfig
     calibrate: CalibrateConfig
     checkpoint: CheckpointConfig
@@ -452,6 +479,49 @@ def _validate_calibrate(
         f'only {POLICIES[0]} has kernels, and rollout.kernels={r.kernels!r} insists on them; set that to auto',
     )
     need(0 < c.target_p05 < 1, 'calibrate.target_p05', c.target_p05, 'must be in (0, 1)')
+
+
+def _validate_distill(
+    run: RunConfig,
+    need: Callable[[bool, str, Any, str], None],
+    one_of: Callable[[str, Any, tuple[str, ...]], None],
+) -> None:
+    d = run.distill
+    need(d.rank >= 1, 'distill.rank', d.rank, 'must be at least 1')
+    need(d.alpha > 0, 'distill.alpha', d.alpha, 'must be positive')
+    for target in d.targets:
+        one_of('distill.targets', target, ADAPTER_TARGETS)
+    need(0 < len(d.targets) == len(set(d.targets)), 'distill.targets', d.targets, 'must be one or more, each once')
+    for field in ('pg_coef', 'kl_coef', 'clip_high', 'tis_cap', 'learning_rate', 'warmup_steps'):
+        need(getattr(d, field) >= 0, f'distill.{field}', getattr(d, field), 'must not be negative')
+    need(d.pg_coef > 0 or d.kl_coef > 0, 'distill.kl_coef', d.kl_coef, 'must be positive where distill.pg_coef is 0')
+    need(0 <= d.clip_low < 1, 'distill.clip_low', d.clip_low, 'must be in [0, 1)')
+    need(d.updates_per_step >= 1, 'distill.updates_per_step', d.updates_per_step, 'must be at least 1')
+    need(d.max_grad_norm > 0, 'distill.max_grad_norm', d.max_grad_norm, 'must be positive')
+    if not d.enabled:
+        return
+    instead = 'set distill.enabled=False or another'
+    need(run.phase == 'rl', 'phase', run.phase, f'there is no sampler for distill.enabled=True; {instead} phase')
+    kind, policy = run.schedule.kind, run.schedule.policy
+    need(
+        kind != 'dense',
+        'schedule.kind',
+        kind,
+        f'distill.enabled=True teaches a sparse sampler; {instead} schedule.kind',
+    )
+    need(
+        policy == POLICIES[0],
+        'schedule.policy',
+        policy,
+        f'distill.enabled=True needs a teacher-forced pass, which there is for {POLICIES[0]} alone; {instead} policy',
+    )
+    need(
+        d.pg_coef == 0 or run.learner.advantage in OF_RESPONSES,
+        'distill.pg_coef',
+        d.pg_coef,
+        f"the adapter's update has the advantages of {', '.join(OF_RESPONSES)}, not of learner.advantage="
+        f'{run.learner.advantage!r}; set 0 or one of those',
+    )
 
 
 def _validate_processes(
@@ -636,6 +706,7 @@ def validate(run: RunConfig) -> None:
     need(o.eps > 0, 'optimizer.eps', o.eps, 'must be positive: a weight without gradient would become NaN')
     need(o.max_grad_norm > 0, 'optimizer.max_grad_norm', o.max_grad_norm, 'must be positive')
 
+    _validate_distill(run, need, one_of)
     need(
         bool(run.data.source), 'data.source', '', "set 'reasoning_gym:<task>' or the path of a .jsonl or .parquet file"
     )

@@ -1,7 +1,8 @@
 """python -m sparrow_jax.export --workdir=W --out=DIR
 
 Writes the policy of a run's newest checkpoint as a Hugging Face folder: weights, config, tokenizer, end tokens.
-transformers opens it, and so does `model.path` of another run.
+transformers opens it, and so does `model.path` of another run. The adapter of a run with distill.enabled=True goes
+beside it, to DIR/sampler_adapter, in the layout of the PEFT library.
 """
 
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ from sparrow_jax import commands
 from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
+from sparrow_jax.models.peft import save_peft
 from sparrow_jax.models.weights import save_hf
 from sparrow_jax.workdir import Workdir, empty_folder
+
+ADAPTER_FOLDER = 'sampler_adapter'
 
 
 def export(workdir: str, out: str) -> int:
@@ -28,7 +32,11 @@ def export(workdir: str, out: str) -> int:
     # config.json comes last: a folder without it is an interrupted export.
     dtype = str(jnp.dtype(run.model.compute_dtype))
     save_hf(folder, parts.shape, policy.params, dtype, end_ids=parts.encoder.end_ids, pad_id=parts.encoder.pad_id)
+    if policy.factors is not None and policy.spec is not None:
+        save_peft(folder / ADAPTER_FOLDER, policy.spec, policy.factors, str(folder))
     with Console() as console:
+        if policy.factors is not None:
+            console.message(f"wrote the sparse sampler's adapter to {folder / ADAPTER_FOLDER} (PEFT, float32)")
         console.message(f'wrote the policy after step {policy.step} to {folder} ({dtype})')
     return 0
 
