@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from sparrow_jax.config import ADAPTER_TARGETS, ConfigError
+from sparrow_jax.config import ConfigError
+from sparrow_jax.config_checks import ADAPTER_TARGETS
 from sparrow_jax.models.decoder import Factors, Weight, layer_weights
 from sparrow_jax.models.shape import DecoderShape
 
