@@ -190,6 +190,23 @@ def get_config() -> ConfigDict:
     c.optimizer.weight_decay = 0.0
     c.optimizer.max_grad_norm = 1.0
 
+    # DistillSparse: a low-rank adapter in the sparse sampler alone, which learns to sample as the dense policy would
+    # (docs/distill.md). Budgets of an 'adaptive' schedule fall as it does.
+    c.distill = ConfigDict()
+    c.distill.enabled = False
+    c.distill.rank = 32  # inner width of each pair of factors
+    c.distill.alpha = 64.0  # what the factors add is multiplied by alpha / rank
+    c.distill.targets = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')  # matrices of every layer that get factors
+    c.distill.pg_coef = 1.0  # of the policy gradient of the sparse policy
+    c.distill.kl_coef = 1.0  # lambda: of KL(sparse || dense) over the whole vocabulary
+    c.distill.clip_low = 0.2  # as in the learner, for the sparse policy's ratio
+    c.distill.clip_high = 0.28
+    c.distill.tis_cap = 3.0  # truncated importance weight exp(logp_sparse - logp_actor); 0 = no correction
+    c.distill.updates_per_step = 1  # of the adapter, each with all rollouts of the step
+    c.distill.learning_rate = 1e-4
+    c.distill.warmup_steps = 10  # updates of linear warm-up; betas and eps are those of optimizer.*
+    c.distill.max_grad_norm = 1.0
+
     c.evaluate = ConfigDict()
     c.evaluate.every_steps = 20  # 0 = only before the first and after the last step; -1 = never
     c.evaluate.samples = 1  # answers a problem
@@ -287,6 +304,7 @@ def smoke(config: ConfigDict) -> None:
     c.learner.rows_per_microbatch = 2
     c.learner.row_tokens = 0
     c.learner.head_chunk_tokens = 128
+    c.distill.rank = 4
     c.evaluate.samples = 1
     c.calibrate.prompts = c.calibrate.texts = ''
     c.calibrate.sequences, c.calibrate.response_tokens, c.calibrate.forced_lengths = 4, 0, True

@@ -5,8 +5,8 @@
     python -m sparrow_jax.train --config=configs/stability.py:ARM --config.seed=S --workdir=runs/stability/ARM_S
 
 ARM is `dense`, `fixed,PAGES` (or `fixed,aggressive`, `fixed,middle`, `fixed,lenient`) or `adaptive,TARGET`. Beside it
-may stand `small` (a model for CPUs), `smoke` (every part once, in seconds) and an algorithm. docs/stability.md has all
-commands, what is to be expected and how runs are compared.
+may stand `distill` (an adapter in the sampler), `small` (a model for CPUs), `smoke` (every part once, in seconds) and
+an algorithm. docs/stability.md has all commands, what is to be expected and how runs are compared.
 
 A model of 19M parameters, trained from nothing, follows 32 trails through a table of 192 numbers (`sparrow_jax.tasks.
 trails`): 1.8K tokens of prompt, working of 1.3K tokens in which nearly every number is a look-up far back. The start
@@ -83,7 +83,7 @@ def get_config(arg: str = '') -> ConfigDict:
 
     rest = _arm(c, [word for word in arg.split(',') if word])
     rest.sort(key=lambda word: word != 'small')  # 'start' builds on it
-    return base.finish(c, ','.join(rest), 'stability.py', {'start': start, 'small': small, 'smoke': smoke})
+    return base.finish(c, ','.join(rest), 'stability.py', FORMS)
 
 
 def _arm(c: ConfigDict, words: list[str]) -> list[str]:
@@ -172,3 +172,11 @@ def smoke(c: ConfigDict) -> None:
     c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 192, 128
     if phase == 'supervised':
         c.rollout.samples_per_prompt = 1
+
+
+def distill(c: ConfigDict) -> None:
+    """With an adapter that learns in the sampler, in place; for arms that are not dense."""
+    c.distill.enabled = True
+
+
+FORMS = {'start': start, 'small': small, 'distill': distill, 'smoke': smoke}

@@ -67,6 +67,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.optimizer.decay_steps = 20
 
     c.critic.learning_rate = 1e-3  # small models take large steps
+    c.distill.rank = 8
 
     c.evaluate.every_steps = 12
     c.checkpoint.every_steps = 8
@@ -112,4 +113,5 @@ def smoke(c: ConfigDict) -> None:
     c.calibrate.sequences, c.calibrate.forced_lengths = 4, True
     c.learner.rows_per_microbatch = 2
     c.learner.row_tokens = 0
+    c.distill.rank = 4
     c.checkpoint.every_steps = 1

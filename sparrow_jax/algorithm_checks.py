@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # As `learner/` has them.
 ADVANTAGES = ('grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'gae')
 COMPARING = ('grpo', 'dr_grpo', 'rloo', 'reinforce_pp_baseline')  # the samples of a prompt with each other
+OF_RESPONSES = ('grpo', 'dr_grpo', 'rloo')  # the same for all tokens of a response, and final before scoring
 OF_TOKENS = ('reinforce_pp', 'gae')  # have a reward for each token
 RATIOS = ('token', 'sequence')
 CORRECTIONS = ('none', 'tis', 'token_mask', 'sequence_mask', 'icepop')

@@ -20,8 +20,11 @@ from sparrow_jax import memory
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.config import ConfigError, ControllerConfig, RunConfig
 from sparrow_jax.console import notice_once
-from sparrow_jax.learner.learner import LearnerState
-from sparrow_jax.models.decoder import abstract_decoder, init_decoder, logical_axes
+from sparrow_jax.learner.distill import Distiller
+from sparrow_jax.learner.learner import Learner
+from sparrow_jax.learner.updates import LearnerState
+from sparrow_jax.models.adapter import AdapterSpec, SamplerAdapter, adapter_axes, init_adapter
+from sparrow_jax.models.decoder import Factors, abstract_decoder, init_decoder, logical_axes
 from sparrow_jax.models.identity import model_hash
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.weights import load_params, read_shape
@@ -89,6 +92,18 @@ class Frame:
             self.run.model.compute_dtype,
             _probing(self.run.controller, self.schedule) if trains else None,
             may_widen=trains and self.run.guard.action == 'widen',
+        )
+
+    def distiller(self, learner: Learner, engine: Engine) -> Distiller:
+        """What trains the adapter of the engine's sampler beside the learner."""
+        return Distiller(
+            self.shape,
+            learner.abstract_state.params,
+            self.mesh,
+            self.run,
+            self.schedule,
+            engine.kernels,
+            learner.attention,
         )
 
 
@@ -195,11 +210,22 @@ class Policy:
         params: its weights.
         step: of the checkpoint; 0 for start weights.
         parts: those of the command; the schedule has the budgets that the run had arrived at.
+        factors: float32, of the sparse sampler's adapter, where the run has taught one; spec: its size.
     """
 
     params: nnx.State
     step: int
     parts: Parts
+    factors: list[Factors] | None = None
+    spec: AdapterSpec | None = None
+
+    @property
+    def adapter(self) -> SamplerAdapter | None:
+        """As the sampler takes it."""
+        if self.factors is None or self.spec is None:
+            return None
+        dtype = jnp.dtype(self.parts.run.model.compute_dtype)
+        return SamplerAdapter(jax.tree.map(lambda x: x.astype(dtype), self.factors), self.spec.alpha / self.spec.rank)
 
 
 def load_policy(parts: Parts, workdir: str) -> Policy:
@@ -225,9 +251,24 @@ def load_policy(parts: Parts, workdir: str) -> Policy:
         if step is None:
             return Policy(parts.start_params(), 0, parts)
         # A learner state without its other parts: only the weights are read.
-        wanted = LearnerState(parts.abstract_params(), None, None)
+        wanted: dict[str, Any] = {'params': parts.abstract_params()}
+        spec = None
+        if trained.distill.enabled:
+            spec = AdapterSpec(trained.distill.rank, trained.distill.alpha, trained.distill.targets)
+            wanted['adapter'] = LearnerState(_abstract_factors(parts, spec), None, None)
         restored, facts = checkpoints.restore(step, wanted, partial=True)
-    return Policy(restored.params, step, dataclasses.replace(parts, schedule=_arrived(parts, trained, facts)))
+    arrived = dataclasses.replace(parts, schedule=_arrived(parts, trained, facts))
+    factors = restored['adapter'].params if spec else None
+    return Policy(restored['params'], step, arrived, factors, spec)
+
+
+def _abstract_factors(parts: Parts, spec: AdapterSpec) -> Any:
+    """Shapes of a run's adapter, and where the sampler has it."""
+    place = lambda x, axes: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=meshes.weight_sharding(parts.mesh, axes, x.shape, meshes.SAMPLER_RULES)
+    )
+    factors = jax.eval_shape(lambda: init_adapter(parts.shape, spec, 0))
+    return jax.tree.map(place, factors, adapter_axes(parts.shape, spec))
 
 
 def _arrived(parts: Parts, trained: RunConfig, facts: Mapping[str, Any]) -> Schedule:

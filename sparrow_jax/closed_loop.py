@@ -28,7 +28,8 @@ from absl import flags
 
 from sparrow_jax import closed_loop_plot, commands
 from sparrow_jax.closed_loop_steps import Steps
-from sparrow_jax.config import POLICIES, ConfigError, RunConfig, differing_fields
+from sparrow_jax.config import ConfigError, RunConfig, differing_fields
+from sparrow_jax.config_checks import POLICIES
 from sparrow_jax.console import Console
 from sparrow_jax.json_files import read_object
 from sparrow_jax.sparsity import controller as controllers

@@ -2,9 +2,9 @@
 
 Compiles, without an accelerator, all that a run does on a TPU slice, for the devices of that slice: the copy of the
 weights to the sampler, prefill, the decode segment, the probes' measure (of an adaptive schedule), scoring, gradients,
-the optimizer's update, the critic's functions (of a run that has one). The functions, the mesh and the placement are
-those of training; of the arrays only shapes exist. Shows the bytes of each device beside its memory, and what the
-devices exchange in a decode step.
+the optimizer's update, and the functions of the critic and of the sampler's adapter in runs that have them. The
+functions, the mesh and the placement are those of training; of the arrays only shapes exist. Shows the bytes of each
+device beside its memory, and what the devices exchange in a decode step.
 
 Exit code 1: it does not fit a device, or a decode step brings weights or cache together from several devices.
 """
@@ -32,6 +32,7 @@ from sparrow_jax.collectives import Collective, gathered, largest_results, loop_
 from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.console import Console
 from sparrow_jax.learner.critic import CRITIC_GRADIENTS, CRITIC_UPDATE, CRITIC_VALUES
+from sparrow_jax.learner.distill import ADAPTER_UPDATE
 from sparrow_jax.learner.learner import Learner
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.engine import Engine, Sampling
@@ -146,9 +147,14 @@ class Check:
         self.frame, self.engine, self.available_bytes = frame, engine, available_bytes
         run = frame.run
         self.learner = Learner(frame.learner_graph, frame.abstract_params(), frame.mesh, run, frame.shape.d_model)
+        self.distiller = frame.distiller(self.learner, engine) if run.distill.enabled else None
         keep_hidden = run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0
-        self.of_sampling = engine.programs(self.learner.abstract_state.params, Sampling(1.0, keep_hidden=keep_hidden))
+        sampling = Sampling(1.0, keep_hidden=keep_hidden)
+        adapter = self.distiller.abstract_sampler_adapter() if self.distiller else None
+        self.of_sampling = engine.programs(self.learner.abstract_state.params, sampling, adapter)
         self.of_learning = self.learner.programs(keep_hidden=keep_hidden)
+        if self.distiller:
+            self.of_learning |= self.distiller.programs()
         if run.phase != 'rl':
             self.of_sampling = {}
             del self.of_learning['scoring']
@@ -305,6 +311,9 @@ class Check:
         state = self.learner.abstract_state
         yield from _leaves('parameters', state.params)
         yield from _leaves('optimizer', state.optimizer)
+        if self.distiller:
+            yield from _leaves('adapter', self.distiller.abstract_state)
+            yield from _leaves('adapter', self.distiller.abstract_sampler_adapter().factors)
         if self.frame.run.learner.kl_coef:
             yield from _leaves('start policy', state.params)
         if state.critic is not None:
@@ -337,6 +346,8 @@ class Check:
             # Without moments; a head reads the policy's weights.
             of_critic = sum(t.size_bytes for t in self.tensors if t.part == 'critic' and '.params' in t.name)
             return of_critic + (parts['parameters'] if run.critic.kind == 'head' else 0)
+        if name == ADAPTER_UPDATE:
+            return parts['adapter']
         return parts['parameters'] + (parts['optimizer'] if name == 'optimizer update' else 0)
 
 

@@ -49,6 +49,7 @@ def evaluate_run(run: RunConfig, workdir: str) -> int:
                 held_out,
                 sampling=sampling,
                 samples=run.evaluate.samples,
+                adapter=policy.adapter,
                 on_progress=show,
             )
             rows[sampler] = outcome.metrics(parts, sampler, sampling.sparse)

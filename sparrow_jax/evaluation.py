@@ -13,6 +13,7 @@ from flax import nnx
 from sparrow_jax.assembly import Parts
 from sparrow_jax.config import ConfigError
 from sparrow_jax.measures import answer_rows, length_metrics, pass_at_k, read_metrics
+from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.rollout.engine import Engine, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.tasks.problems import Problem, ProblemSet
@@ -108,6 +109,7 @@ def evaluate(
     *,
     sampling: Sampling,
     samples: int,
+    adapter: SamplerAdapter | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Evaluation:
     """Samples `samples` answers to every problem and scores them.
@@ -120,7 +122,8 @@ def evaluate(
         for sample in range(samples)
     ]
     key = jax.random.fold_in(jax.random.key(parts.run.seed), EVALUATION_STREAM)
-    responses = engine.generate(weights, requests, run_key=key, step=0, sampling=sampling, on_progress=on_progress)
+    how: dict[str, Any] = {'run_key': key, 'step': 0, 'sampling': sampling, 'adapter': adapter}
+    responses = engine.generate(weights, requests, **how, on_progress=on_progress)
     completions = [parts.encoder.decode(response.tokens) for response in responses]
     scores = verifier.score([problem for problem in held_out.problems for _ in range(samples)], completions)
     return Evaluation(held_out, samples, responses, completions, scores)

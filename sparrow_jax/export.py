@@ -1,7 +1,9 @@
 """python -m sparrow_jax.export --workdir=W --out=DIR [--shard_mib=16]
 
 Writes the policy of a run's newest checkpoint as a Hugging Face folder: weights, config, tokenizer, end tokens.
-transformers opens it, and so does `model.path` of another run. Weights lie in files of at most 4 GB, or of so many MiB.
+transformers opens it, and so does `model.path` of another run. Weights lie in files of at most 4 GB, or of so many
+MiB. The adapter of a run with distill.enabled=True goes beside it, to DIR/sampler_adapter, in the layout of the PEFT
+library.
 """
 
 import jax.numpy as jnp
@@ -11,9 +13,11 @@ from sparrow_jax import commands
 from sparrow_jax.assembly import assemble, load_policy
 from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
+from sparrow_jax.models.peft import save_peft
 from sparrow_jax.models.weights import save_hf
 from sparrow_jax.workdir import Workdir, empty_folder
 
+ADAPTER_FOLDER = 'sampler_adapter'
 MIB = 2**20
 HEADER_BYTES = 2**16  # of a file, beside its tensors: names and places of some hundreds
 SHARD_MIB = 4000
@@ -42,7 +46,11 @@ def export(workdir: str, out: str, shard_mib: int) -> int:
         pad_id=parts.encoder.pad_id,
         max_shard_bytes=shard_mib * MIB - HEADER_BYTES,
     )
+    if policy.factors is not None and policy.spec is not None:
+        save_peft(folder / ADAPTER_FOLDER, policy.spec, policy.factors, str(folder))
     with Console() as console:
+        if policy.factors is not None:
+            console.message(f"wrote the sparse sampler's adapter to {folder / ADAPTER_FOLDER} (PEFT, float32)")
         console.message(f'wrote the policy after step {policy.step} to {folder} ({dtype})')
     return 0
 

@@ -45,7 +45,7 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
     how = run.evaluate
     sampling = Sampling(how.temperature, how.top_p, sparse=sampler == 'sparse')
     weights = engine.weights(policy.params)
-    engine.warm_up(weights, [sampling])
+    engine.warm_up(weights, [sampling], adapter=policy.adapter)
     stream = _Stream(parts.encoder)
     began = time.perf_counter()
     [response] = engine.generate(
@@ -54,6 +54,7 @@ def generate(run: RunConfig, workdir: str, prompt: str, sampler: str) -> int:
         run_key=jax.random.key(run.seed),
         step=0,
         sampling=sampling,
+        adapter=policy.adapter,
         on_tokens=lambda _, tokens: stream.write(tokens),
     )
     seconds = time.perf_counter() - began

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.page_select.policies import SelectionPolicy
+from pallas_kernels.sparse_prefill.selection import WORD_PAGES
 from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.models.adapter import AdapterSpec, factor_weights
 from sparrow_jax.models.decoder import Weight, layer_weights, model_weights
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.splash import why_no_splash
@@ -32,7 +34,7 @@ _BYTES_AN_ACTIVATION = {4: 6, 2: 4}
 _BYTES_AN_ATTENTION_WEIGHT = 16
 _HEAD_BYTES = 4  # of a weight of the critic's head
 _NORM_BYTES = 4  # norm scales are float32 whatever the matrices are
-_OF_TRAINING = ('optimizer', 'start policy', 'critic', 'learner: ')
+_OF_TRAINING = ('optimizer', 'start policy', 'critic', 'adapter', 'learner: ', 'distilling: ')
 _OF_SAMPLING = ('sampler weights', 'rollout: ')
 _KIB_SUFFIXES = ('KiB', 'MiB', 'GiB', 'TiB')
 
@@ -51,7 +53,7 @@ def estimate(
         trains: whether the sampler is a training run's, with probes where its schedule is adaptive.
     Returns:
         Part to bytes. Parts named 'rollout: ...' exist only while sampling, parts named 'learner: ...' only during an
-        update, the others always. See `peak_bytes`.
+        update, 'distilling: ...' only during one of the adapter, the others always. See `peak_bytes`.
     """
     r, le = run.rollout, run.learner
     fsdp, tensor = mesh_sizes['fsdp'], mesh_sizes['tensor']
@@ -105,8 +107,36 @@ def estimate(
         parts['learner: cast weights'] = parameters * compute // master
     parts['learner: kept activations'] = L * (tokens * D * compute if remat else layer)
     parts['learner: one layer'] = (2 * layer if remat else layer // 2) + gathered
-    parts['learner: logits'] = 3 * min(le.head_chunk_tokens, tokens) * _cut(V, tensor) * 4
+    logits = min(le.head_chunk_tokens, tokens) * _cut(V, tensor) * 4
+    parts['learner: logits'] = 3 * logits
+    if run.distill.enabled:
+        parts |= _of_adapter(run, shape, mesh_sizes, tokens, T)
+        if compute != master:
+            parts['distilling: cast weights'] = parameters * compute // master
+        parts['distilling: kept activations'] = parts['learner: kept activations']
+        parts['distilling: one layer'] = parts['learner: one layer']
+        parts['distilling: logits'] = 4 * logits  # of two policies, their probabilities and the gradient
     return parts
+
+
+def _of_adapter(
+    run: RunConfig, shape: DecoderShape, mesh_sizes: Mapping[str, int], tokens: int, row_tokens: int
+) -> dict[str, int]:
+    """The adapter's factors, and what its updates hold beside activations: chosen pages and final hidden states."""
+    spec = AdapterSpec(run.distill.rank, run.distill.alpha, run.distill.targets)
+    compute, pairs = jnp.dtype(run.model.compute_dtype).itemsize, factor_weights(shape, spec).values()
+    factors, copy = (
+        shape.layers * sum(_on_device(factor, mesh_sizes, rules, size) for pair in pairs for factor in pair)
+        for rules, size in ((meshes.LEARNER_RULES, 4), (meshes.SAMPLER_RULES, compute))
+    )
+    words = -(-row_tokens // (WORD_PAGES * run.rollout.page_tokens))
+    sparse_layers = shape.layers - len(run.schedule.dense_layers)
+    return {
+        'adapter': 3 * factors + copy,  # with its moments; the sampler's copy
+        'distilling: gradients': 2 * factors,
+        'distilling: page masks': sparse_layers * tokens * _cut(shape.kv_heads, mesh_sizes['tensor']) * words * 4,
+        'distilling: hidden states': 3 * tokens * shape.d_model * compute,
+    }
 
 
 def page_bytes(run: RunConfig, shape: DecoderShape, tensor: int) -> int:
@@ -143,7 +173,7 @@ def fit_pool(
         return run, ''
     parts = estimate(run, shape, mesh_sizes, platform, trains=trains)
     unused = (() if trains else _OF_TRAINING) + (() if keeps_parameters else ('parameters',))
-    others = {name: size for name, size in parts.items() if not name.startswith((*unused, 'learner: '))}
+    others = {n: size for n, size in parts.items() if not n.startswith((*unused, 'learner: ', 'distilling: '))}
     whole, of_page = others.pop('rollout: KV pool'), page_bytes(run, shape, mesh_sizes['tensor'])
     pages = int((1 - HEADROOM) * available - sum(others.values())) // of_page
     if pages * of_page >= whole:
@@ -165,10 +195,11 @@ def fit_pool(
 
 def peak_bytes(parts: Mapping[str, int]) -> int:
     """What a device holds at most: the lasting parts and the larger phase; the pool is freed before an update."""
-    phase = {name: 0 for name in ('', 'rollout', 'learner')}
+    phase = {name: 0 for name in ('', 'rollout', 'learner', 'distilling')}
     for name, size in parts.items():
         phase[name.split(': ')[0] if ': ' in name else ''] += size
-    return phase[''] + max(phase['rollout'], phase['learner'])
+    lasting = phase.pop('')
+    return lasting + max(phase.values())
 
 
 def available_bytes(device: jax.Device) -> int | None:
@@ -255,18 +286,21 @@ def show_bytes(size: float) -> str:
 def _weight_bytes(
     shape: DecoderShape, mesh_sizes: Mapping[str, int], rules: Mapping[str, str | None], matrix_bytes: int
 ) -> int:
-    """Of all weights on a device, each cut along the axes that the rules name and its sizes allow."""
-
-    def on_device(weight: Weight) -> int:
-        cut = (
-            _cut(size, mesh_sizes[rules.get(axis) or 'none'])
-            for size, axis in zip(weight.sizes, weight.axes, strict=True)
-        )
-        return math.prod(cut) * (matrix_bytes if weight.fan_in else _NORM_BYTES)
-
-    mesh_sizes = {**mesh_sizes, 'none': 1}  # of what no rule cuts
+    """Of all weights on a device."""
+    on_device = lambda weight: _on_device(weight, mesh_sizes, rules, matrix_bytes)
     layer, model = layer_weights(shape), model_weights(shape)
     return shape.layers * sum(map(on_device, layer.values())) + sum(map(on_device, model.values()))
+
+
+def _on_device(
+    weight: Weight, mesh_sizes: Mapping[str, int], rules: Mapping[str, str | None], matrix_bytes: int
+) -> int:
+    """Bytes of one weight, cut along the axes that the rules name and its sizes allow."""
+    cut = (
+        _cut(size, mesh_sizes[mesh_axis]) if (mesh_axis := rules.get(axis)) else size
+        for size, axis in zip(weight.sizes, weight.axes, strict=True)
+    )
+    return math.prod(cut) * (matrix_bytes if weight.fan_in else _NORM_BYTES)
 
 
 def _slot_bytes(run: RunConfig, shape: DecoderShape, slots: int, probes: int) -> int:
@@ -298,15 +332,18 @@ def _advice(parts: Mapping[str, int]) -> str:
     lasting = {name: size for name, size in parts.items() if ': ' not in name}
     rollout = {name: size for name, size in parts.items() if name.startswith('rollout')}
     learner = {name: size for name, size in parts.items() if name.startswith('learner')}
-    heavier = rollout if sum(rollout.values()) > sum(learner.values()) else learner
+    distilling = {name: size for name, size in parts.items() if name.startswith('distilling')}
+    heavier = max((rollout, learner, distilling), key=lambda phase: sum(phase.values()))
     largest = max({**lasting, **heavier}.items(), key=lambda item: item[1])[0]
     if largest.startswith('rollout: hidden'):
         return 'Set rollout.slots lower, or mismatch.every_steps=0.'
     if largest.startswith('rollout'):
         return 'Set rollout.slots or rollout.pool_pages lower, or parallel.tensor higher.'
-    if largest == 'learner: logits':
+    if largest in ('learner: logits', 'distilling: logits'):
         return 'Set learner.head_chunk_tokens lower.'
-    if largest in ('learner: kept activations', 'learner: one layer'):
+    if largest == 'adapter':
+        return 'Set distill.rank lower, or fewer distill.targets.'
+    if largest.endswith(('kept activations', 'one layer', 'page masks', 'hidden states')):
         return 'Set learner.rows_per_microbatch or the lengths in rollout lower, or model.remat=True.'
     if largest == 'sampler weights':
         return 'Set parallel.tensor higher: the sampler holds whole weights on every fsdp shard.'

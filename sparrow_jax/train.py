@@ -22,6 +22,7 @@ from sparrow_jax.config import ConfigError, RunConfig
 from sparrow_jax.console import RL_COLUMNS, SUPERVISED_COLUMNS, Console
 from sparrow_jax.interrupts import Interrupts
 from sparrow_jax.metrics import CompileCounter, MetricsWriter, read_rows
+from sparrow_jax.models.adapter import adapter_parameter_count
 from sparrow_jax.parallel import transfer
 from sparrow_jax.report import write_report
 from sparrow_jax.tasks.verifiers import Verifier
@@ -209,6 +210,10 @@ def _start_block(
         'workdir': str(workdir.path),
         'compiled code': compile_cache.describe(),
     }
+    if trainer.distiller is not None:
+        spec = trainer.distiller.spec
+        size = f'{adapter_parameter_count(shape, spec):,} parameters'
+        facts['adapter'] = f'rank {spec.rank} on {", ".join(spec.targets)}, {size}, in the sparse sampler alone'
     if restored is not None:
         facts['resumed'] = f'from the checkpoint of step {restored}'
     title = 'Reinforcement learning' if run.phase == 'rl' else 'Supervised training'

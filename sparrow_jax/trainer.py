@@ -22,9 +22,10 @@ from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
 from sparrow_jax.evaluation import HeldOut, encode_held_out, evaluate
 from sparrow_jax.learner.advantages import ADVANTAGES
-from sparrow_jax.learner.learner import Learner, LearnerState, Scores
+from sparrow_jax.learner.learner import Learner, Scores
 from sparrow_jax.learner.rows import Counts, Rows, Sample, micro_batches
 from sparrow_jax.learner.token_advantages import MicroBatch, Moments, TokenAdvantages
+from sparrow_jax.learner.updates import LearnerState
 from sparrow_jax.measures import (
     adaptive_metrics,
     answer_rows,
@@ -34,6 +35,7 @@ from sparrow_jax.measures import (
     read_metrics,
     reward_metrics,
 )
+from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.parallel import transfer
 from sparrow_jax.rollout.engine import Adapted, Progress, Response, Sampling
 from sparrow_jax.rollout.pool import Request
@@ -65,6 +67,7 @@ class Prepared:
         answers: rows for samples.jsonl.
         controller: after the step's rollout, under an adaptive schedule.
         alpha_X: histogram of the sampled tokens' alphas, where the step measured them.
+        of_adapter: micro-batches for the sampler's adapter, on the host; none where it learns nothing.
     """
 
     updates: list[list[MicroBatch]]
@@ -72,6 +75,7 @@ class Prepared:
     answers: list[dict]
     controller: Controller | None = None
     alpha_X: np.ndarray | None = None
+    of_adapter: Sequence[Rows] = ()
 
 
 def as_samples(
@@ -100,6 +104,11 @@ def means(collected: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([found[name] for found in collected])) for name in collected[0]}
 
 
+def with_adapter(state: LearnerState, adapter: LearnerState) -> dict[str, Any]:
+    """What a checkpoint of a run with an adapter holds; the learner's arrays have the names they have without one."""
+    return {**vars(state), 'adapter': adapter}
+
+
 class Trainer:
     """One run: its parts, its state, and the steps over them."""
 
@@ -113,6 +122,7 @@ class Trainer:
         self.learner = Learner(parts.learner_graph, parts.abstract_params(), parts.mesh, self.run, parts.shape.d_model)
         self.group_advantages = jax.jit(ADVANTAGES[self.run.learner.advantage].of_group)
         self.token_advantages = TokenAdvantages(self.run, parts.mesh)
+        self.distiller = parts.distiller(self.learner, self.engine) if self.run.distill.enabled else None
         self.check_data()
         if not transfer.same_in_all(self.train_set.fingerprint):
             raise ConfigError(
@@ -123,6 +133,7 @@ class Trainer:
         self.position = Position()
         self.guard = guards.History()
         self.state: LearnerState  # set by `start`
+        self.adapter: LearnerState | None = None  # of the sampler; set by `start` where the run has one
         self.reference: nnx.State | None = None
         self.timings: dict[str, float] = {}
 
@@ -135,8 +146,15 @@ class Trainer:
             self.reference = self.parts.start_params()
         if step is None:
             self.state = self.learner.init(self.reference if self.reference is not None else self.parts.start_params())
+            if self.distiller is not None:
+                self.adapter = self.distiller.init(self.run.seed)
             return None
-        self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
+        if self.distiller is None:
+            self.state, facts = checkpoints.restore(step, self.learner.abstract_state)
+        else:
+            wanted = with_adapter(self.learner.abstract_state, self.distiller.abstract_state)
+            restored, facts = checkpoints.restore(step, wanted)
+            self.adapter, self.state = restored.pop('adapter'), LearnerState(**restored)
         if facts.get('data') != self.train_set.fingerprint:
             raise ConfigError(
                 f'data.source={self.run.data.source!r}: has other problems now than when this run began; restore the '
@@ -170,7 +188,8 @@ class Trainer:
         if self.controller is not None:
             facts['controller'] = controllers.to_facts(self.controller)
             facts['bin_width_tokens'] = self.parts.schedule.bin_width_tokens
-        checkpoints.save(self.position.step, self.state, facts)
+        arrays = self.state if self.adapter is None else with_adapter(self.state, self.adapter)
+        checkpoints.save(self.position.step, arrays, facts)
 
     def warm_up(self) -> None:
         """Compiles everything that the run will need, so that nothing compiles later."""
@@ -192,8 +211,15 @@ class Trainer:
                 samplings.add(self.floor_sampling())
                 keep_hidden.add(True)
         weights = self.engine.weights(self.state.params)
-        self.engine.warm_up(weights, sorted(samplings, key=repr), lambda what: self.console.status('compiling', what))
+        self.engine.warm_up(
+            weights,
+            sorted(samplings, key=repr),
+            lambda what: self.console.status('compiling', what),
+            self.sampler_adapter(),
+        )
         self.console.status('compiling', 'learner')
+        if self.distiller is not None and self.adapter is not None:
+            self.distiller.warm_up(self.state.params, self.adapter)
         self.state = self.learner.warm_up(self.state, keep_hidden=sorted(keep_hidden))
         if self.token_advantages.needed:
             self.token_advantages.warm_up(self.learner.paddings())
@@ -224,6 +250,10 @@ class Trainer:
     def sampling(self, keep_hidden: bool) -> Sampling:
         return Sampling(self.run.rollout.temperature, sparse=not self.guard.dense, keep_hidden=keep_hidden)
 
+    def sampler_adapter(self) -> SamplerAdapter | None:
+        """The adapter as it is now, for the sparse sampler."""
+        return None if self.distiller is None or self.adapter is None else self.distiller.for_sampler(self.adapter)
+
     def floor_sampling(self) -> Sampling:
         return Sampling(self.run.rollout.temperature, sparse=False, keep_hidden=True)
 
@@ -249,6 +279,11 @@ class Trainer:
         samples = as_samples(learned.requests, learned.responses, advantages)
         if self.run.learner.mask_truncated:
             samples = without_truncated(samples, learned.responses)
+        of_adapter: list[Rows] = []
+        if self.distiller is not None and not self.guard.dense:
+            pages = [r.pages_read for r in learned.responses]
+            read = [dataclasses.replace(s, pages_read=p) for s, p in zip(samples, pages, strict=True)]
+            of_adapter = self.distiller.rows(read)
         updates, scored = self.score(self.make_updates(samples))
         prompt_tokens = [len(q.prompt_ids) for q in drawn.requests]
         metrics = {
@@ -283,7 +318,8 @@ class Trainer:
         answers = answer_rows(
             prompt_texts, drawn.problems[shown], drawn.completions[shown], drawn.scores[shown], drawn.responses[shown]
         )
-        return Prepared(updates, metrics, answers, adapted.controller if adapted else None, alpha_X)
+        controller = adapted.controller if adapted else None
+        return Prepared(updates, metrics, answers, controller, alpha_X, of_adapter)
 
     def draw(self, step: int, weights: nnx.State) -> tuple[Answers, Adapted | None, int]:
         """Batches of prompts with their answers and scores, until enough prompts have answers that differ, or the
@@ -397,6 +433,7 @@ class Trainer:
             'run_key': self.key,
             'step': step,
             'sampling': self.sampling(self.measured(step)),
+            'adapter': self.sampler_adapter(),
             'on_progress': self.show_progress('sampling'),
         }
         with self.timed('gen', 'sampling'):
@@ -469,13 +506,13 @@ class Trainer:
             with self.timed('update_critic', 'learning values'):
                 metrics |= self.update_critic(prepared.updates)
             if self.position.step < self.run.critic.warmup_steps:
-                return metrics
+                return metrics | self.distill(prepared.of_adapter)
         collected: list[dict[str, float]] = []
         with self.timed('update_actor', 'learning'):
             for update in prepared.updates:
                 self.state, found = self.learner.update(self.state, self.with_reference(update), counts_of(update))
                 collected.append(found)
-        return metrics | means(collected)
+        return metrics | means(collected) | self.distill(prepared.of_adapter)
 
     def update_critic(self, updates: list[list[MicroBatch]]) -> dict[str, float]:
         collected = []
@@ -485,6 +522,15 @@ class Trainer:
                 self.state, found = self.learner.update_critic(self.state, batches, counts_of(update))
                 collected.append(found)
         return means(collected)
+
+    def distill(self, batches: Sequence[Rows]) -> dict[str, float]:
+        """The updates of the sampler's adapter, whose dense policy is that of the updated weights."""
+        if self.distiller is None or self.adapter is None or not batches:
+            return {}
+        show = lambda done, total: self.console.status('distilling', done=done, total=total)
+        with self.timed('distill', 'distilling'):
+            self.adapter, metrics = self.distiller.update(self.state.params, self.adapter, batches, show)
+        return metrics
 
     def with_reference(self, update: list[MicroBatch]) -> Iterator[tuple[Rows, jax.Array, jax.Array]]:
         """What `Learner.update` takes, one micro-batch at a time: the start policy's log-probs are made when needed."""

@@ -25,6 +25,7 @@ PARTS = {  # of the check, as the estimate calls them
     'landmarks': 'rollout: landmarks',
     'hidden states': 'rollout: hidden states',
     'other slots': 'rollout: slots',
+    'adapter': 'adapter',
 }
 
 
@@ -57,6 +58,7 @@ def call(*arguments) -> int:
         {'parallel.tensor': 2, 'schedule.kind': 'adaptive', 'rollout.slots': 8, 'model.shape.tie_embeddings': False},
         {'parallel.fsdp': 2, 'parallel.tensor': 2, 'learner.advantage': 'gae', 'critic.kind': 'trunk'},
         {'parallel.fsdp': 4, 'parallel.data': 1, 'schedule.policy': 'quest', 'mismatch.every_steps': 0},
+        {'parallel.fsdp': 2, 'parallel.data': 1, 'parallel.tensor': 2, 'distill.enabled': True},
     ],
 )
 def test_every_part_is_estimated_within_a_tenth(fields):

@@ -7,7 +7,7 @@ import pytest
 from configs import base, tiny
 from pallas_kernels.dense_decode import MAX_QUERIES
 from pallas_kernels.page_select.policies import SelectionPolicy
-from sparrow_jax import config as config_module
+from sparrow_jax import config_checks
 from sparrow_jax.config import ConfigError, differing_fields, resolve, to_json
 
 
@@ -342,8 +342,8 @@ def test_unknown_and_missing_fields():
 
 
 def test_limits_that_are_written_down_twice_are_the_same():
-    assert tuple(SelectionPolicy) == config_module.POLICIES
-    assert config_module.MOST_CHUNK_TOKENS == MAX_QUERIES
+    assert tuple(SelectionPolicy) == config_checks.POLICIES
+    assert config_checks.MOST_CHUNK_TOKENS == MAX_QUERIES
 
 
 def test_differing_fields_lists_leaves():

@@ -46,6 +46,12 @@ def test_the_start_is_dense_supervised_training_of_the_same_model():
     assert arm.rollout.slots <= 128
 
 
+def test_the_adapter_is_a_word_of_its_own():
+    plain, distilled = (resolve(stability.get_config(arm)) for arm in ('adaptive,0.9', 'adaptive,0.9,distill'))
+    assert (plain.distill.enabled, distilled.distill.enabled) == (False, True)
+    assert plain.controller == distilled.controller
+
+
 @pytest.mark.parametrize('order', ['small,start', 'start,small'])
 def test_forms_work_in_any_order(order):
     run = resolve(stability.get_config(order))

@@ -6,7 +6,6 @@ gradient of a value reaches the policy: with a shared trunk the weight between t
 to tune, and the policy's gradient could no longer be told from the critic's.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -19,30 +18,18 @@ from flax import nnx
 from jax import lax
 
 from sparrow_jax.config import CriticConfig
-from sparrow_jax.learner.losses import combine, metric_means, value_loss
+from sparrow_jax.learner.losses import combine_sums, metric_means, value_loss
 from sparrow_jax.learner.rows import Counts, Rows
+from sparrow_jax.learner.updates import LearnerState, abstract_state, apply_gradients, fresh_state
 from sparrow_jax.parallel import mesh as meshes
 
 CRITIC_VALUES, CRITIC_GRADIENTS, CRITIC_UPDATE = 'critic values', 'critic gradients', 'critic update'  # programs
 HEAD_AXES = ('embed', 'value')  # logical axes of its [D, 1]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class CriticState:
-    """Everything that training changes in the critic.
-
-    Attributes:
-        params: 'head' [D, 1], 'bias' [1], and 'trunk', weights as the policy's, where it has its own.
-        optimizer: of these.
-    """
-
-    params: dict[str, Any]
-    optimizer: Any
-
-
 def start_critic(trunk: nnx.State | None, hidden_size: int) -> dict[str, Any]:
-    """Weights that value everything at 0: the first advantages are then plain rewards to go.
+    """Weights that value everything at 0, so that the first advantages are plain rewards to go: 'head' [D, 1], 'bias'
+    [1] and, where the critic has its own, 'trunk', weights as the policy's.
 
     Args:
         trunk: start weights, or None for a head over the policy.
@@ -75,8 +62,7 @@ class Critic:
         self.own_trunk = config.kind == 'trunk'
         self.optimizer, self.hidden_size = optimizer, hidden_size
         whole, split = meshes.replicated(mesh), meshes.batch_sharding(mesh)
-        self.abstract_params = self._abstract_params(abstract_params, mesh)
-        self.abstract_state = CriticState(self.abstract_params, abstract_moments(optimizer, self.abstract_params, mesh))
+        self.abstract_state = abstract_state(optimizer, self._abstract_params(abstract_params, mesh), mesh)
         places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._values = jax.jit(functools.partial(_values, hidden), out_shardings=split)
         self._accumulate = jax.jit(
@@ -84,7 +70,9 @@ class Critic:
             donate_argnums=1,
             out_shardings=(places.params, whole),
         )
-        self._apply = jax.jit(functools.partial(_apply, optimizer), donate_argnums=0, out_shardings=(places, whole))
+        self._apply = jax.jit(
+            functools.partial(apply_gradients, optimizer), donate_argnums=0, out_shardings=(places, whole)
+        )
         self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=places.params)
 
     def _abstract_params(self, abstract_params: nnx.State, mesh: jax.sharding.Mesh) -> dict[str, Any]:
@@ -94,22 +82,22 @@ class Critic:
         params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in shapes.items()}
         return {**params, 'trunk': abstract_params} if self.own_trunk else params
 
-    def fresh(self, start_params: nnx.State) -> CriticState:
+    def fresh(self, start_params: nnx.State) -> LearnerState:
         """A first state; for use inside jit."""
         params = start_critic(start_params if self.own_trunk else None, self.hidden_size)
-        return CriticState(params, self.optimizer.init(params))
+        return fresh_state(self.optimizer, params)
 
-    def values(self, state: CriticState, policy: nnx.State, rows: Rows) -> jax.Array:
+    def values(self, state: LearnerState, policy: nnx.State, rows: Rows) -> jax.Array:
         """float32 [B, T]: at each place the value before its target is drawn; of no use where there is no response."""
         return self._values(state.params, self._beside(policy), rows)
 
     def update(
         self,
-        state: CriticState,
+        state: LearnerState,
         policy: nnx.State,
         batches: Iterable[tuple[Rows, jax.Array, jax.Array]],
         counts: Counts,
-    ) -> tuple[CriticState, dict[str, float]]:
+    ) -> tuple[LearnerState, dict[str, float]]:
         """One optimizer update from micro-batches.
 
         Args:
@@ -126,11 +114,11 @@ class Critic:
             grads, more = self._accumulate(
                 state.params, grads, self._beside(policy), rows, value_old_BT, return_BT, denominator
             )
-            sums = more if sums is None else combine(sums, more)
+            sums = more if sums is None else combine_sums(sums, more)
         state, grad_norm = self._apply(state, grads)
         return state, metric_means(sums or {}, counts, float(denominator)) | {'critic/grad_norm': float(grad_norm)}
 
-    def warm_up(self, state: CriticState, policy: nnx.State, paddings: Iterable[Rows]) -> None:
+    def warm_up(self, state: LearnerState, policy: nnx.State, paddings: Iterable[Rows]) -> None:
         """Compiles everything; the state stays as it is."""
         grads, one = self._zeros(state.params), np.float32(1)
         for rows in paddings:
@@ -152,16 +140,6 @@ class Critic:
         return None if self.own_trunk else policy
 
 
-def abstract_moments(optimizer: optax.GradientTransformation, abstract_params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The optimizer's state with shardings: a moment lies where its weight lies, all else is whole everywhere."""
-    whole = meshes.replicated(mesh)
-    by_shape = {(x.shape, x.dtype): x.sharding for x in jax.tree.leaves(abstract_params)}
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_shape.get((x.shape, x.dtype), whole)),
-        jax.eval_shape(optimizer.init, abstract_params),
-    )
-
-
 def _values(hidden, params: dict[str, Any], policy: nnx.State | None, rows: Rows) -> jax.Array:
     trunk = params['trunk'] if 'trunk' in params else lax.stop_gradient(policy)
     hidden_BTD = hidden(trunk, rows).astype(jnp.float32)
@@ -177,9 +155,3 @@ def _accumulate(hidden, clip: float, params, grads, policy, rows: Rows, value_ol
 
     new, sums = jax.grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), sums
-
-
-def _apply(optimizer: optax.GradientTransformation, state: CriticState, grads):
-    grad_norm = optax.global_norm(grads)
-    changes, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    return CriticState(optax.apply_updates(state.params, changes), optimizer_state), grad_norm

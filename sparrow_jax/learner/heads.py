@@ -54,6 +54,49 @@ def token_acceptance(
     return _over_chunks(chunk, (dense_BTD, actor_BTD), chunk_tokens)
 
 
+def distill_terms(
+    logits: Logits,
+    sparse_BTD: jax.Array,
+    dense_BTD: jax.Array,
+    target_BT: jax.Array,
+    loss_of_tokens: Callable[..., jax.Array],
+    arrays_BT: tuple[jax.Array, ...],
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A loss of the sparse policy beside the dense one, differentiated in the same pass of the head that computes it.
+
+    A token's loss depends on its own hidden state alone, so that the gradient of a chunk is whole when the chunk is
+    done: no logits are made a second time, and a backward pass can start from the hidden states.
+
+    Args:
+        logits, target_BT, temperature, chunk_tokens: as in `token_logps`.
+        sparse_BTD, dense_BTD: final hidden states of both policies, for one head.
+        loss_of_tokens: (logp_Bt, kl_Bt, *slices of arrays_BT) -> the loss summed over these tokens.
+        arrays_BT: what else the loss depends on.
+
+    Returns:
+        gradient_BTD of the loss for the sparse policy's hidden states, in their dtype; float32 [B, T]: the sparse
+        policy's log-probs of the targets, KL(sparse || dense) over the whole vocabulary in nats, and alpha. Nothing is
+        to be differentiated again.
+    """
+
+    def chunk(sparse_BtD, dense_BtD, target_Bt, *arrays_Bt):
+        dense_BtV = jax.nn.log_softmax(logits(dense_BtD) / temperature, axis=-1)
+
+        def loss(sparse_BtD):
+            sparse_BtV = jax.nn.log_softmax(logits(sparse_BtD) / temperature, axis=-1)
+            logp_Bt = jnp.minimum(jnp.take_along_axis(sparse_BtV, target_Bt[..., None], axis=-1)[..., 0], 0.0)
+            kl_Bt = (jnp.exp(sparse_BtV) * (sparse_BtV - dense_BtV)).sum(axis=-1)
+            alpha_Bt = acceptance(dense_BtV, lax.stop_gradient(sparse_BtV))
+            return loss_of_tokens(logp_Bt, kl_Bt, *arrays_Bt), (logp_Bt, kl_Bt, alpha_Bt)
+
+        gradient_BtD, terms = jax.grad(loss, has_aux=True)(sparse_BtD)
+        return gradient_BtD, *terms
+
+    return _over_chunks(chunk, (sparse_BTD, dense_BTD, target_BT, *arrays_BT), chunk_tokens)
+
+
 def _over_chunks(function: Callable, arrays: tuple[jax.Array, ...], chunk_tokens: int):
     """Applies `function` to slices along T, one after another; the result does not depend on the chunk size."""
     B, T = arrays[0].shape[:2]

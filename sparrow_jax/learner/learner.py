@@ -11,37 +11,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from sparrow_jax.config import LearnerConfig, OptimizerConfig, RunConfig
-from sparrow_jax.learner.critic import Critic, CriticState, abstract_moments
+from sparrow_jax.learner.critic import Critic
 from sparrow_jax.learner.heads import token_acceptance, token_logps
 from sparrow_jax.learner.losses import (
     AGGREGATIONS,
     PolicyLoss,
-    combine,
+    combine_sums,
     metric_means,
     policy_loss,
     supervised_loss,
 )
 from sparrow_jax.learner.rows import Counts, RowLayout, Rows, empty_rows
+from sparrow_jax.learner.updates import LearnerState, abstract_state, apply_gradients, fresh_state, make_optimizer
 from sparrow_jax.models.attention import best_implementation, causal_attend
 from sparrow_jax.models.splash import why_no_splash
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.parallel.transfer import place, read
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class LearnerState:
-    """Everything that training changes in the learner."""
-
-    params: nnx.State
-    optimizer: Any
-    updates: Any  # int32 scalar, optimizer updates so far
-    critic: CriticState | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -64,27 +53,6 @@ class _Statics:
     supervised: bool
     mesh: Mesh
     loss: PolicyLoss
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with a global-norm clip; weight decay on matrices only.
-
-    The rate of update n = 0, 1, ... is learning_rate * min(1, (n + 1) / warmup_steps), so that the first update already
-    moves, and after the warm-up falls along a half cosine to 0 in decay_steps updates (0: stays).
-    """
-
-    def rate(count: jax.Array) -> jax.Array:
-        ramp = jnp.minimum(1.0, (count + 1) / max(config.warmup_steps, 1))
-        if not config.decay_steps:
-            return config.learning_rate * ramp
-        done = jnp.clip((count - config.warmup_steps) / config.decay_steps, 0.0, 1.0)
-        return config.learning_rate * ramp * 0.5 * (1 + jnp.cos(jnp.pi * done))
-
-    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=matrices),
-    )
 
 
 class Learner:
@@ -126,11 +94,9 @@ class Learner:
             hidden = lambda params, rows: _hidden(graphdef, statics, params, rows)[1]
             optimizer = make_optimizer(critic_optimizer(run))
             self.critic = Critic(run.critic, optimizer, hidden, abstract_params, mesh, hidden_size)
-        self.abstract_state = LearnerState(
-            abstract_params,
-            abstract_moments(self.optimizer, abstract_params, mesh),
-            jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(mesh)),
-            self.critic.abstract_state if self.critic else None,
+        self.abstract_state = dataclasses.replace(
+            abstract_state(self.optimizer, abstract_params, mesh),
+            critic=self.critic.abstract_state if self.critic else None,
         )
         # Every output's place is fixed, so that no step meets another layout than the one compiled in the warm-up.
         places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
@@ -140,7 +106,7 @@ class Learner:
             functools.partial(_accumulate, graphdef, statics), donate_argnums=1, out_shardings=(places.params, whole)
         )
         self._apply = jax.jit(
-            functools.partial(_apply, self.optimizer),
+            functools.partial(apply_gradients, self.optimizer),
             donate_argnums=0,
             out_shardings=(dataclasses.replace(places, critic=None), whole),
         )
@@ -152,10 +118,8 @@ class Learner:
         return self._init(params)
 
     def _fresh(self, params: nnx.State) -> LearnerState:
-        critic = self.critic.fresh(params) if self.critic else None
-        return LearnerState(
-            jax.tree.map(jnp.copy, params), self.optimizer.init(params), jnp.zeros((), jnp.int32), critic
-        )
+        state = fresh_state(self.optimizer, jax.tree.map(jnp.copy, params))
+        return dataclasses.replace(state, critic=self.critic.fresh(params) if self.critic else None)
 
     def device(self, rows: Rows) -> Rows:
         """Rows split over the data shards; absent hidden states too have the dtype that the warm-up compiled for."""
@@ -190,7 +154,7 @@ class Learner:
         denominator = np.float32(max(self._denominator(counts, self._most_tokens), 1.0))
         for rows, logp_old_BT, logp_reference_BT in batches:
             grads, more = self._accumulate(state.params, grads, rows, logp_old_BT, logp_reference_BT, denominator)
-            sums = more if sums is None else combine(sums, more)
+            sums = more if sums is None else combine_sums(sums, more)
         state, grad_norm = self._apply_to(state, grads)
         return state, {'actor/grad_norm': float(grad_norm), **metric_means(sums or {}, counts, float(denominator))}
 
@@ -207,7 +171,7 @@ class Learner:
         new, metrics = critic.update(critic_state, state.params, batches, counts)
         return dataclasses.replace(state, critic=new), metrics
 
-    def _critic_of(self, state: LearnerState) -> tuple[Critic, CriticState]:
+    def _critic_of(self, state: LearnerState) -> tuple[Critic, LearnerState]:
         if self.critic is None or state.critic is None:
             raise ValueError("critic.kind='none': this run has no critic")
         return self.critic, state.critic
@@ -333,10 +297,3 @@ def _accumulate(graphdef, statics: _Statics, params, grads, rows: Rows, logp_old
 
     new, sums = jax.grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), sums
-
-
-def _apply(optimizer: optax.GradientTransformation, state: LearnerState, grads):
-    grad_norm = optax.global_norm(grads)
-    changes, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, changes)
-    return LearnerState(params, optimizer_state, state.updates + 1), grad_norm

@@ -228,8 +228,8 @@ def supervised_loss(logp_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, 
     return loss, {'loss/supervised/loss': lax.stop_gradient(loss)}
 
 
-def combine(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> dict[str, float]:
-    """What metrics are made of, of two micro-batches together."""
+def combine_sums(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Of two micro-batches: sums added up, and the larger of those under 'max/'."""
     return {k: max(float(a[k]), float(b[k])) if k.startswith('max/') else float(a[k]) + float(b[k]) for k in a}
 
 

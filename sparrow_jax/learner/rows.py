@@ -24,6 +24,7 @@ class Sample:
         logp_actor: float32 [response]. advantage: of the whole response.
         hidden: [response, D] the sampler's final hidden states, or None.
         learned: whether the losses count it; it is scored either way.
+      pages_read: int32 [response] pages that the sampler read for each token, 0 for all of them; or None.
     """
 
     prompt_ids: np.ndarray
@@ -32,6 +33,7 @@ class Sample:
     advantage: float = 0.0
     hidden: np.ndarray | None = None
     learned: bool = True
+    pages_read: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -64,6 +66,7 @@ class Rows:
     first_BT: Array  # bool, the target is the response's first token (drawn by the dense prefill)
     learned_BT: Array  # float32, 0 in sequences that the losses leave out, and in padding
     hidden_BTD: Array  # the sampler's hidden states; D is 0 when none were kept
+    pages_read_BT: Any = None  # int32 by sparse layers for the target, 0 = all; None but for the adapter's updates
 
     @property
     def loss_mask_BT(self) -> Array:
@@ -113,19 +116,22 @@ def micro_batches(samples: Sequence[Sample], layout: RowLayout) -> list[Rows]:
     if order and samples[order[0]].tokens > layout.row_tokens:
         raise ValueError(f'a sequence of {samples[order[0]].tokens} tokens does not fit a row of {layout.row_tokens}')
     hidden = next((s.hidden for s in samples if s.hidden is not None), None)
+    records_pages = any(s.pages_read is not None for s in samples)
     batches = []
     for length in layout.buckets():
         floor = max((n for n in layout.buckets() if n < length), default=-1)
         inside = [samples[i] for i in order if floor < samples[i].tokens <= length]
         rows = _first_fit(inside, length) if layout.packing else [[s] for s in inside]
         size = layout.rows_of(length)
-        batches += [_fill(rows[i : i + size], size, length, hidden) for i in range(0, len(rows), size)]
+        batches += [_fill(rows[i : i + size], size, length, hidden, records_pages) for i in range(0, len(rows), size)]
     return batches
 
 
-def empty_rows(layout: RowLayout, length: int, hidden_size: int, hidden_dtype) -> Rows:
+def empty_rows(
+    layout: RowLayout, length: int, hidden_size: int = 0, hidden_dtype=np.float32, records_pages: bool = False
+) -> Rows:
     """A micro-batch of padding, to compile with."""
-    return _fill([], layout.rows_of(length), length, np.zeros((0, hidden_size), hidden_dtype))
+    return _fill([], layout.rows_of(length), length, np.zeros((0, hidden_size), hidden_dtype), records_pages)
 
 
 def _first_fit(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
@@ -142,7 +148,9 @@ def _first_fit(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
     return rows
 
 
-def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.ndarray | None) -> Rows:
+def _fill(
+    rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.ndarray | None, records_pages: bool
+) -> Rows:
     integers = lambda: np.zeros((count, length), np.int32)
     floats = lambda: np.zeros((count, length), np.float32)
     size, dtype = (hidden.shape[1], hidden.dtype) if hidden is not None else (0, np.dtype(np.float32))
@@ -157,6 +165,7 @@ def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.
         first_BT=np.zeros((count, length), bool),
         learned_BT=floats(),
         hidden_BTD=np.zeros((count, length, size), dtype),
+        pages_read_BT=integers() if records_pages else None,
     )
     for b, row in enumerate(rows):
         start = 0
@@ -177,5 +186,7 @@ def _fill(rows: Sequence[Sequence[Sample]], count: int, length: int, hidden: np.
                 out.logp_actor_BT[b, answer] = sample.logp_actor
             if sample.hidden is not None:
                 out.hidden_BTD[b, answer] = sample.hidden
+            if sample.pages_read is not None:
+                out.pages_read_BT[b, answer] = sample.pages_read
             start = here.stop
     return out

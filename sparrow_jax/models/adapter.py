@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from sparrow_jax.config import ConfigError
+from sparrow_jax.config_checks import ADAPTER_TARGETS
 from sparrow_jax.models.decoder import Factors, Weight, layer_weights
 from sparrow_jax.models.shape import DecoderShape
 
-TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+TARGETS = ADAPTER_TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +41,32 @@ class AdapterSpec:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f'adapter.rank={self.rank}: must be at least 1')
+            raise ConfigError(f'distill.rank={self.rank}: must be at least 1')
         if not 0 < self.alpha < math.inf:
-            raise ConfigError(f'adapter.alpha={self.alpha}: must be positive and finite')
+            raise ConfigError(f'distill.alpha={self.alpha}: must be positive and finite')
         unknown = [name for name in self.targets if name not in TARGETS]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
-                f'adapter.targets={tuple(self.targets)}: must be one or more of {", ".join(TARGETS)}, each once'
+                f'distill.targets={tuple(self.targets)}: must be one or more of {", ".join(TARGETS)}, each once'
             )
 
     def scale_at(self, mask_BT: Array) -> Array:
         """The `adapter_scale_BT` of `Decoder.hidden`: float32, alpha / rank where mask_BT (bool) holds, else 0."""
         return jnp.where(mask_BT, jnp.float32(self.alpha / self.rank), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class SamplerAdapter:
+    """An adapter as the sampler takes it.
+
+    Attributes:
+      factors: of `init_adapter`, in the compute dtype.
+      scale: alpha / rank.
+    """
+
+    factors: list[Factors]
+    scale: float = dataclasses.field(metadata={'static': True})
 
 
 def init_adapter(shape: DecoderShape, spec: AdapterSpec, seed: int, dtype: Any = jnp.float32) -> list[Factors]:
@@ -70,7 +85,7 @@ def init_adapter(shape: DecoderShape, spec: AdapterSpec, seed: int, dtype: Any =
     Raises:
       ConfigError: the rank is above the smaller side of a target, which no addition to that matrix can use.
     """
-    factors = _factors(shape, spec)
+    factors = factor_weights(shape, spec)
     # One draw for the whole adapter, as for the decoder's weights: a draw of each size would be compiled anew.
     layer_size = sum(math.prod(a.sizes) for a, _ in factors.values())
     numbers = jax.random.normal(jax.random.key(seed), (shape.layers * layer_size,))
@@ -90,18 +105,18 @@ def init_adapter(shape: DecoderShape, spec: AdapterSpec, seed: int, dtype: Any =
 def adapter_axes(shape: DecoderShape, spec: AdapterSpec) -> list[dict[str, dict[str, tuple[str, ...]]]]:
     """The logical axis names of `init_adapter`'s arrays, a tuple of names in place of each: those of the weight and
     'rank', which no sharding rule cuts."""
-    factors = _factors(shape, spec)
+    factors = factor_weights(shape, spec)
     return [{name: {'a': a.axes, 'b': b.axes} for name, (a, b) in factors.items()} for _ in range(shape.layers)]
 
 
 def adapter_parameter_count(shape: DecoderShape, spec: AdapterSpec) -> int:
     """The number of elements of all factors of all layers."""
-    pairs = _factors(shape, spec).values()
+    pairs = factor_weights(shape, spec).values()
     return shape.layers * sum(math.prod(a.sizes) + math.prod(b.sizes) for a, b in pairs)
 
 
-def _factors(shape: DecoderShape, spec: AdapterSpec) -> dict[str, tuple[Weight, Weight]]:
-    # Target -> (a, b) of one layer.
+def factor_weights(shape: DecoderShape, spec: AdapterSpec) -> dict[str, tuple[Weight, Weight]]:
+    """Target -> (a, b) of one layer. Raises ConfigError as `init_adapter`."""
     weights = layer_weights(shape)
     factors = {}
     for name in spec.targets:
@@ -110,7 +125,7 @@ def _factors(shape: DecoderShape, spec: AdapterSpec) -> dict[str, tuple[Weight, 
         smaller = min(weight.fan_in, math.prod(weight.sizes[inputs:]))
         if spec.rank > smaller:
             raise ConfigError(
-                f'adapter.rank={spec.rank}: is above the smaller side of {name}, {smaller}; set it to {smaller} or '
+                f'distill.rank={spec.rank}: is above the smaller side of {name}, {smaller}; set it to {smaller} or '
                 'less, or leave that target out'
             )
         a = Weight((*weight.sizes[:inputs], spec.rank), (*weight.axes[:inputs], 'rank'), weight.fan_in)

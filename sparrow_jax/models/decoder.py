@@ -131,6 +131,7 @@ class Decoder(nnx.Module):
       compute_dtype: dtype of activations and of matrix operands; float32 asks for full float32 products on every
       platform.
       remat: recompute each layer in the backward pass. `attend` must then be free of side effects.
+      kept_names: values that `attend` names with `jax.ad_checkpoint.checkpoint_name` and that are not recomputed.
     """
 
     embed: nnx.Param
@@ -145,10 +146,12 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         compute_dtype: Any = jnp.bfloat16,
         remat: bool = False,
+        kept_names: tuple[str, ...] = (),
     ) -> None:
         self.shape = shape
         self.compute_dtype = np.dtype(compute_dtype)
         self.remat = remat
+        self.kept_names = kept_names
         _make_weights(self, model_weights(shape), rngs, param_dtype)
         self.layers = nnx.List([Layer(shape, i, rngs=rngs, param_dtype=param_dtype) for i in range(shape.layers)])
 
@@ -181,6 +184,7 @@ class Decoder(nnx.Module):
             raise TypeError('adapter_scale_BT: an adapter needs float scales, from AdapterSpec.scale_at(mask)')
         x_BTD = jnp.take(self.embed[...], tokens_BT, axis=0).astype(self.compute_dtype)
         cos_BTA, sin_BTA = rope_angles(self.shape, positions_BT)
+        policy = jax.checkpoint_policies.save_only_these_names(*self.kept_names) if self.kept_names else None
         per_layer: Sequence[Factors | None] = [None] * len(self.layers) if adapter is None else adapter
         for layer, factors in zip(self.layers, per_layer, strict=True):
             if self.remat:
@@ -190,7 +194,7 @@ class Decoder(nnx.Module):
                     layer = nnx.merge(graphdef, params)
                     return layer(x_BTD, cos_BTA, sin_BTA, attend, factors, adapter_scale_BT)
 
-                x_BTD = jax.checkpoint(run)(params, x_BTD, cos_BTA, sin_BTA, factors, adapter_scale_BT)
+                x_BTD = jax.checkpoint(run, policy=policy)(params, x_BTD, cos_BTA, sin_BTA, factors, adapter_scale_BT)
             else:
                 x_BTD = layer(x_BTD, cos_BTA, sin_BTA, attend, factors, adapter_scale_BT)
         return rms_norm(x_BTD, self.final_norm[...], self.shape.norm_eps)

@@ -20,10 +20,11 @@ from pallas_kernels.page_select.policies import SelectionPolicy
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.select_decode import select_decode
 from pallas_kernels.sparse_decode import sparse_decode
+from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
 from sparrow_jax.rollout.cache import Cache, Slots
-from sparrow_jax.rollout.fused_step import fused_hidden
+from sparrow_jax.rollout.fused_step import MergedFactors, fused_hidden, merged_factors
 from sparrow_jax.rollout.head_shards import FIRST, SECOND, THIRD, WHOLE, HeadShards
 from sparrow_jax.rollout.sampling import Noise, draw, draw_noise, noise_of_step, segment_noise
 from sparrow_jax.sparsity.schedules import budget_for_length
@@ -94,6 +95,7 @@ class SamplingValues:
     budget_bins: jax.Array  # int32 [bins]
     temperature: jax.Array  # float32
     top_p: jax.Array  # float32, used when `truncate`
+    adapter: SamplerAdapter | None = None  # of decode steps: prompts are encoded by the weights alone
 
 
 def prefill(
@@ -168,8 +170,9 @@ def decode_segment(
     B, P = slots.active_B.shape[0], slots.probe_length_P.shape[0]
     kept_rows = B if slots.hidden_BTD.shape[2] else P
     # Whatever can be known before the loop is made before it: in the loop each operation is a kernel of its own.
-    vocab_size = nnx.merge(graphdef, params).shape.vocab_size
-    noise = segment_noise(slots.key_B2, slots.count_B, steps, vocab_size)
+    shape, adapter = nnx.merge(graphdef, params).shape, values.adapter
+    noise = segment_noise(slots.key_B2, slots.count_B, steps, shape.vocab_size)
+    merged = merged_factors(shape, adapter) if statics.fused and adapter is not None else None
     drawn = _Drawn(
         token_SB=jnp.zeros((steps, B), jnp.int32),
         logp_SB=jnp.zeros((steps, B), jnp.float32),
@@ -179,7 +182,7 @@ def decode_segment(
     def body(step: jax.Array, state: tuple[Cache, Slots, _Drawn]) -> tuple[Cache, Slots, _Drawn]:
         cache, slots, drawn = state
         decoder, noise_now = nnx.merge(graphdef, params), noise_of_step(noise, step)
-        cache, slots, now = _decode_step(decoder, statics, cache, slots, noise_now, values)
+        cache, slots, now = _decode_step(decoder, statics, cache, slots, noise_now, values, merged)
         put = lambda all_S, one: lax.dynamic_update_index_in_dim(all_S, one[: all_S.shape[1]], step, axis=0)
         return cache, slots, jax.tree.map(put, drawn, now)
 
@@ -203,14 +206,20 @@ class _Drawn:
 
 
 def _decode_step(
-    decoder, statics: SamplerStatics, cache: Cache, slots: Slots, noise: Noise, values: SamplingValues
+    decoder,
+    statics: SamplerStatics,
+    cache: Cache,
+    slots: Slots,
+    noise: Noise,
+    values: SamplingValues,
+    merged: MergedFactors | None,
 ) -> tuple[Cache, Slots, _Drawn]:
     cache = Cache(list(cache.pages), list(cache.landmarks))
     active_B = slots.active_B
     position_B = slots.length_B
     length_B = jnp.where(active_B, position_B + 1, 1)  # idle slots read one page, not their last sequence again
     budget_B = _budgets(length_B, statics, values)
-    hidden_BD = _hidden(decoder, cache, slots, length_B, budget_B, statics)
+    hidden_BD = _hidden(decoder, cache, slots, length_B, budget_B, statics, values.adapter, merged)
     top_p = values.top_p if statics.truncate else None
     token_B, logp_B = draw(decoder.logits(hidden_BD), noise, values.temperature, top_p)
 
@@ -258,8 +267,20 @@ def _pages_of_sparse_layers(length: jax.Array, statics: SamplerStatics, values: 
     return jnp.minimum(-(-length // statics.page_tokens), jnp.minimum(most, statics.max_pages))
 
 
-def _hidden(decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: SamplerStatics) -> jax.Array:
-    """Final hidden states of the slots' tokens; writes their keys and values into the cache."""
+def _hidden(
+    decoder,
+    cache: Cache,
+    slots: Slots,
+    length_B,
+    budget_B,
+    statics: SamplerStatics,
+    adapter: SamplerAdapter | None,
+    merged: MergedFactors | None,
+) -> jax.Array:
+    """Final hidden states of the slots' tokens; writes their keys and values into the cache.
+
+    The fused step takes the adapter as `merged`.
+    """
     token_B, position_B, active_B, table_BN = slots.token_B, slots.length_B, slots.active_B, slots.table_BN
 
     def read(layer: int, q_BHA: jax.Array) -> jax.Array:
@@ -285,14 +306,18 @@ def _hidden(decoder, cache: Cache, slots: Slots, length_B, budget_B, statics: Sa
             )
             return q_BHA
 
-        return fused_hidden(decoder, token_B, position_B, write, read, statics.kernels)
+        return fused_hidden(decoder, token_B, position_B, write, read, statics.kernels, merged)
 
     def attend(layer: int, q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array) -> jax.Array:
         written = write_token(cache, layer, k_BTKA[:, 0], v_BTKA[:, 0], table_BN, position_B, active_B, statics)
         cache.pages[layer], cache.landmarks[layer] = written
         return read(layer, q_BTHA[:, 0])[:, None]
 
-    return decoder.hidden(token_B[:, None], position_B[:, None], attend)[:, 0]
+    one_B1 = token_B[:, None], position_B[:, None]
+    if adapter is None:
+        return decoder.hidden(*one_B1, attend)[:, 0]
+    scale_B1 = jnp.full(one_B1[0].shape, adapter.scale, jnp.float32)
+    return decoder.hidden(*one_B1, attend, adapter.factors, scale_B1)[:, 0]
 
 
 def write_token(

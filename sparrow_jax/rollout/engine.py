@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparrow_jax.config import ConfigError, RolloutConfig
+from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.parallel.transfer import place, read
@@ -176,9 +177,13 @@ class Engine:
         return self.functions.weights(params)(params)
 
     def warm_up(
-        self, weights: nnx.State, samplings: Sequence[Sampling], on_compile: Callable[[str], None] | None = None
+        self,
+        weights: nnx.State,
+        samplings: Sequence[Sampling],
+        on_compile: Callable[[str], None] | None = None,
+        adapter: SamplerAdapter | None = None,
     ) -> None:
-        """Compiles everything that `generate` will need for these ways of sampling."""
+        """Compiles everything that `generate` will need for these ways of sampling, with an adapter if it gets one."""
         for sampling in samplings:
             if on_compile:
                 on_compile(f'{"sparse" if sampling.sparse else "dense"} sampler')
@@ -187,7 +192,8 @@ class Engine:
             for length in self.prefill_lengths:
                 prompts = self.prompt_arrays([[] for _ in range(self.shards)], length)
                 cache, slots = self.functions.prefill(sampling)(weights, cache, slots, prompts, values)
-            cache, slots = self.functions.segment(sampling)(weights, cache, slots, values)
+            adapted = _with_adapter(values, sampling, adapter)
+            cache, slots = self.functions.segment(sampling)(weights, cache, slots, adapted)
             self.functions.cut()(slots, 0)
             if self.probing and sampling.sparse:
                 controller = self.functions.renew()(self.widened(self.start_controller()))
@@ -202,11 +208,13 @@ class Engine:
             del cache, slots  # there is room for one pool, and the next way of sampling makes its own
         self.request_keys([Request([0], 0, 0, 1)], jax.random.key(0), 0)
 
-    def programs(self, params: nnx.State, sampling: Sampling) -> dict[str, tuple[Any, tuple]]:
+    def programs(
+        self, params: nnx.State, sampling: Sampling, adapter: SamplerAdapter | None = None
+    ) -> dict[str, tuple[Any, tuple]]:
         """The functions of one way of sampling and what they take, with shapes in place of arrays.
 
         Args:
-            params: the policy, as shapes.
+            params, adapter: the policy and the sampler's adapter, as shapes.
             sampling: how.
         Returns:
             Name to the jitted function and its arguments, which begin with weights, cache and slots where it takes
@@ -226,7 +234,7 @@ class Engine:
         longest = self.prefill_lengths[-1]
         prompts = placed(lambda: self.prompt_arrays([[]] * self.shards, longest), SHARDED)
         found[f'prefill of {longest} tokens'] = functions.prefill(sampling), (*state, prompts, values)
-        found['decode segment'] = functions.segment(sampling), (*state, values)
+        found['decode segment'] = functions.segment(sampling), (*state, _with_adapter(values, sampling, adapter))
         if self.probing and sampling.sparse:
             controller = placed(self.start_controller, WHOLE)
             found['measure of the probes'] = self._measure(sampling), (*state, controller, values.temperature)
@@ -240,6 +248,7 @@ class Engine:
         run_key: jax.Array,
         step: int,
         sampling: Sampling,
+        adapter: SamplerAdapter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         on_tokens: Callable[[int, np.ndarray], None] | None = None,
     ) -> list[Response]:
@@ -251,13 +260,14 @@ class Engine:
                 batch's arithmetic).
             run_key: typed key; step: the run's step. Folded into each sample's key.
             sampling: how.
+            adapter: acts on response positions of the sparse sampler; the dense sampler is the weights alone.
             on_progress: called after every segment.
             on_tokens: called after every segment with (request index, new tokens); for streaming.
 
         Raises:
             ConfigError: an empty prompt, or a request beyond the configured lengths or larger than the whole pool.
         """
-        return self._run(weights, requests, run_key, step, sampling, None, on_progress, on_tokens)[0]
+        return self._run(weights, requests, run_key, step, sampling, adapter, None, on_progress, on_tokens)[0]
 
     def generate_adaptively(
         self,
@@ -268,13 +278,15 @@ class Engine:
         run_key: jax.Array,
         step: int,
         sampling: Sampling,
+        adapter: SamplerAdapter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> tuple[list[Response], Adapted]:
         """Samples a response for every request while the controller moves the budgets; see `generate`.
 
         A response depends on the others here, through the budgets; the same requests and state give the same again.
         """
-        responses, adapted = self._run(weights, requests, run_key, step, sampling, controller, on_progress, None)
+        run = weights, requests, run_key, step, sampling, adapter, controller, on_progress, None
+        responses, adapted = self._run(*run)
         assert adapted is not None
         return responses, adapted
 
@@ -359,6 +371,7 @@ class Engine:
         run_key: jax.Array,
         step: int,
         sampling: Sampling,
+        adapter: SamplerAdapter | None,
         controller: Controller | None,
         on_progress: Callable[[Progress], None] | None,
         on_tokens: Callable[[int, np.ndarray], None] | None,
@@ -400,7 +413,7 @@ class Engine:
             if encodes:  # known before the segment starts: the host may take as long to start it as it runs
                 jax.block_until_ready(slots.count_B)
                 prefill_s += time.perf_counter() - began
-            cache, slots = run_segment(weights, cache, slots, values)
+            cache, slots = run_segment(weights, cache, slots, _with_adapter(values, sampling, adapter))
             harvest.read()
             if controller is not None:
                 jax.block_until_ready(slots.active_B)
@@ -481,6 +494,11 @@ class Engine:
                     f'rollout.pool_pages={self.pool_pages}: one request needs {pages} pages; set it to at least '
                     f'{self.pages_per_sequence}, or to 0'
                 )
+
+
+def _with_adapter(values: SamplingValues, sampling: Sampling, adapter: SamplerAdapter | None) -> SamplingValues:
+    """What decode segments take."""
+    return dataclasses.replace(values, adapter=adapter) if sampling.sparse else values
 
 
 def _prefill_lengths(longest: int, page_tokens: int) -> tuple[int, ...]:

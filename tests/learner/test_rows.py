@@ -175,12 +175,24 @@ def test_what_does_not_fit_is_refused():
         micro_batches([Sample(np.array([], int), np.array([3, 4]))], RowLayout(8, 2, True))
 
 
-def test_no_samples_give_no_rows_and_padding_has_the_shape_of_real_rows():
+@pytest.mark.parametrize('records_pages', [False, True])
+def test_no_samples_give_no_rows_and_padding_has_the_shape_of_real_rows(records_pages):
     layout = RowLayout(512, 2, False)
     assert micro_batches([], layout) == []
-    (real,) = micro_batches([make_sample(1, 2, 3)], layout)
-    padding = empty_rows(layout, 256, D, np.float32)
+    pages = np.asarray([0, 4, 5], np.int32) if records_pages else None
+    (real,) = micro_batches([dataclasses.replace(make_sample(1, 2, 3), pages_read=pages)], layout)
+    padding = empty_rows(layout, 256, D, np.float32, records_pages)
     for field in dataclasses.fields(real):
         a, b = getattr(real, field.name), getattr(padding, field.name)
+        if field.name == 'pages_read_BT' and not records_pages:
+            assert a is b is None
+            continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype), field.name
         assert not b.any()
+
+
+def test_pages_stand_where_their_token_is_predicted():
+    pages = np.asarray([0, 4, 5], np.int32)
+    (rows,) = micro_batches([dataclasses.replace(make_sample(1, 2, 3), pages_read=pages)], RowLayout(8, 1, False))
+    assert rows.pages_read_BT.tolist() == [[0, 0, 4, 5, 0, 0, 0, 0]]
+    assert rows.mask_BT.tolist() == [[0, 1, 1, 1, 0, 0, 0, 0]]

@@ -235,10 +235,10 @@ def test_sizes_axes_count_and_start():
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'rank': 0}, r'adapter\.rank=0'),
-        ({'alpha': 0.0}, r'adapter\.alpha=0\.0'),
-        ({'alpha': float('nan')}, r'adapter\.alpha=nan'),
-        ({'targets': ()}, r'adapter\.targets=\(\)'),
+        ({'rank': 0}, r'distill\.rank=0'),
+        ({'alpha': 0.0}, r'distill\.alpha=0\.0'),
+        ({'alpha': float('nan')}, r'distill\.alpha=nan'),
+        ({'targets': ()}, r'distill\.targets=\(\)'),
         ({'targets': ('q', 'q_proj')}, 'q_proj.*one or more of q, k, v'),
         ({'targets': ('q', 'q')}, 'each once'),
     ],

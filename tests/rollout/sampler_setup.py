@@ -9,6 +9,7 @@ import numpy as np
 from configs import base
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax.config import ParallelConfig, RolloutConfig, resolve
+from sparrow_jax.models.adapter import AdapterSpec, SamplerAdapter, init_adapter
 from sparrow_jax.models.decoder import init_decoder
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel.mesh import make_mesh, replicated
@@ -54,6 +55,16 @@ def make_model(shape=SHAPE, dtype=jnp.float32):
     graphdef, params = init_decoder(shape, seed=0, compute_dtype=dtype)
     sharpen = lambda path, x: x * 2.5 if 'q_norm' in jax.tree_util.keystr(path) else x
     return graphdef, jax.tree_util.tree_map_with_path(sharpen, params)
+
+
+def make_adapter(shape=SHAPE, targets=('q', 'v', 'down'), strength=0.3) -> SamplerAdapter:
+    """Of rank 4; strength: of b's random numbers, 0 for an adapter that has not learned yet."""
+    spec = AdapterSpec(rank=4, alpha=6.0, targets=targets)
+    factors, rng = init_adapter(shape, spec, seed=1), np.random.default_rng(2)
+    for layer in factors:
+        for pair in layer.values():
+            pair['b'] = jnp.asarray(strength * rng.standard_normal(pair['b'].shape), jnp.float32)
+    return SamplerAdapter(factors, spec.alpha / spec.rank)
 
 
 def rollout_config(**changes) -> RolloutConfig:
@@ -113,12 +124,19 @@ class Sampler:
         sparse=True,
         seed=5,
         step=3,
+        adapter=None,
         **callbacks,
     ) -> list[Response]:
         self.engine.schedule = dataclasses.replace(self.schedule, budget_pages=budgets)
         sampling = Sampling(temperature, top_p, sparse, self.keep_hidden)
         return self.engine.generate(
-            self.weights, requests, run_key=jax.random.key(seed), step=step, sampling=sampling, **callbacks
+            self.weights,
+            requests,
+            run_key=jax.random.key(seed),
+            step=step,
+            sampling=sampling,
+            adapter=adapter,
+            **callbacks,
         )
 
 

@@ -4,8 +4,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from sparrow_jax.config import LAYOUTS as CONFIG_LAYOUTS
 from sparrow_jax.config import ConfigError
+from sparrow_jax.config_checks import LAYOUTS as CONFIG_LAYOUTS
 from sparrow_jax.tasks.files import LAYOUTS, read_file
 
 
