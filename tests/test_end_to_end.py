@@ -161,10 +161,14 @@ def test_streamed_text_is_the_whole_text_whatever_the_pieces(capsys):
 
 
 @pytest.mark.slow
-def test_an_exported_policy_opens_elsewhere_and_answers_alike(call, trained, tmp_path, capsys):
+def test_an_exported_policy_opens_elsewhere_and_answers_alike(call, trained, tmp_path, capsys, monkeypatch):
     out = tmp_path / 'exported'
-    assert call(export, f'--workdir={trained}', f'--out={out}') == 0
+    monkeypatch.setattr(export, 'MIB', 2**10)
+    assert call(export, f'--workdir={trained}', f'--out={out}', '--shard_mib=128') == 0
     assert f'wrote the policy after step 2 to {out} (float32)' in capsys.readouterr().out
+    shards = list(out.glob('*.safetensors'))
+    assert len(shards) > 1
+    assert all(file.stat().st_size <= 128 * 2**10 for file in shards)
 
     config = transformers.AutoConfig.from_pretrained(out)
     assert (config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size) == ('qwen3', 32, 2, 512)
@@ -315,6 +319,11 @@ MISTAKES = {
         export,
         ('--workdir={begun}', '--out={tmp}/out'),
         'error: --workdir={begun}: no checkpoint there yet',
+    ),
+    'no size of a shard': (
+        export,
+        ('--workdir={trained}', '--out={tmp}/out', '--shard_mib=0'),
+        'error: --shard_mib=0: must be at least 1',
     ),
     'export over something': (
         export,

@@ -87,33 +87,33 @@ class Index:
                 yield row
 
 
-def read_runs(workdirs: Sequence[str]) -> list[Run]:
-    """Reads the logs of every folder.
+def read_runs(workdirs: Sequence[str], flag: str = '--workdir') -> list[Run]:
+    """Reads the logs of every folder, which `flag` named.
 
     Raises:
         ConfigError: a folder is missing, is none, or holds no step of a run; the same folder twice.
     """
     folders = [Path(workdir).expanduser() for workdir in workdirs]
     for folder, workdir in zip(folders, workdirs, strict=True):
-        _check(folder, workdir)
+        _check(folder, f'{flag}={workdir}')
     resolved = [folder.resolve() for folder in folders]
     for folder in folders:
         if resolved.count(folder.resolve()) > 1:
-            raise ConfigError(f'--workdir: names {folder} twice; give every run once')
+            raise ConfigError(f'{flag}: names {folder} twice; give every run once')
     return [_read(folder, name) for folder, name in zip(folders, _names(resolved), strict=True)]
 
 
-def _check(folder: Path, workdir: str) -> None:
+def _check(folder: Path, given: str) -> None:
     if not folder.exists():
-        raise ConfigError(f'--workdir={workdir}: no such folder; give the folder of a run')
+        raise ConfigError(f'{given}: no such folder; give the folder of a run')
     if not folder.is_dir():
-        raise ConfigError(f'--workdir={workdir}: is a file; give the folder of a run')
+        raise ConfigError(f'{given}: is a file; give the folder of a run')
     if not (folder / METRICS_NAME).is_file():
         begun = (folder / CONFIG_NAME).exists()
         raise ConfigError(
-            f'--workdir={workdir}: has no {METRICS_NAME} yet; wait for its first step'
+            f'{given}: has no {METRICS_NAME} yet; wait for its first step'
             if begun
-            else f'--workdir={workdir}: holds no run (no {METRICS_NAME}); give the folder of a run'
+            else f'{given}: holds no run (no {METRICS_NAME}); give the folder of a run'
         )
 
 

@@ -1,4 +1,4 @@
-"""Problems that reasoning-gym generates.
+"""Problems that reasoning-gym generates, from its own tasks or from `trails`, which registers itself there.
 
 `problems` calls `stream` and keeps what is new; the generator itself runs in a helper process with a fixed hash seed,
 because several tasks iterate over sets and would otherwise give other problems in every process, hence on every host.
@@ -66,7 +66,6 @@ def stream(task: str, options: Mapping[str, Any], seed: int) -> Generator[dict[s
 def generate(connection: Connection, task: str, parts: list[dict[str, Any]], seed: int) -> None:
     """Runs in the helper process: sends lists of records until the parent closes the connection."""
     import numpy as np
-    from reasoning_gym.factory import DATASETS
 
     configs = [task_config(task, part) for part in parts]
     labels = [json.dumps(part, sort_keys=True) for part in parts]
@@ -78,7 +77,7 @@ def generate(connection: Connection, task: str, parts: list[dict[str, Any]], see
         try:
             block_seed = (seed + block * _BLOCK) % 2**32
             datasets = [
-                DATASETS[task][0](config=dataclasses.replace(config, seed=block_seed, size=_BLOCK))
+                dataset_class(task)(config=dataclasses.replace(config, seed=block_seed, size=_BLOCK))
                 for config in configs
             ]
             first = datasets[0][0]
@@ -112,6 +111,8 @@ def task_config(task: str, part: Mapping[str, Any]) -> Any:
     """
     from reasoning_gym.factory import CURRICULA, DATASETS
 
+    from sparrow_jax.tasks import trails  # noqa: F401  (registers itself)
+
     tasks = sorted(set(DATASETS) - {'composite'})
     if task not in tasks:
         near = difflib.get_close_matches(task, tasks, n=5, cutoff=0.4)
@@ -135,6 +136,13 @@ def task_config(task: str, part: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise ConfigError(f'data.options: {task} refuses {json.dumps(values)}: {error}') from error
     return config
+
+
+def dataset_class(task: str) -> Any:
+    """The class of a task that `task_config` knows."""
+    from reasoning_gym.factory import DATASETS
+
+    return DATASETS[task][0]
 
 
 def _at_level(task: str, curriculum: Any, level: Any) -> Any:

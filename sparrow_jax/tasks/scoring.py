@@ -81,10 +81,8 @@ def judge_task(task: str, options: str, entry: Mapping[str, Any], answer: str) -
 
 @functools.lru_cache(maxsize=64)
 def _task_scorer(task: str, options: str) -> Callable[[str, Any], float]:
-    from reasoning_gym.factory import DATASETS
-
     config = dataclasses.replace(generated.task_config(task, json.loads(options or '{}')), seed=0, size=500)
-    return DATASETS[task][0](config=config).score_answer
+    return generated.dataset_class(task)(config=config).score_answer
 
 
 def judge_math(reference: str, answer: str) -> float | None:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from sparrow_jax.config import ConfigError
 
 STYLES = ('careful', 'hasty')
-CAREFUL_FRACTION = 0.3  # of a corpus; greedy decoding of its imitation stays hasty, yet one sample in three is careful
+# Of a corpus that is careful: greedy decoding of its imitation stays hasty, yet one sample in three is careful.
+CAREFUL_FRACTION = 0.3
 GUESS_BELOW = 1000  # hasty bit counts stop at the first halving below this ...
 GUESSED_BITS = 5  # ... and take this many set bits for the rest: the likeliest number, right once in four
 
@@ -82,9 +83,24 @@ def _count_bits(problem: _Worked, style: str) -> str:
     return _answer('Every bit:' if style == 'careful' else 'In short:', lines, str(bits))
 
 
+def _trails(problem: _Worked, style: str) -> str:
+    """Follows every trail, a line each, and notes its end on the line below; the answer then repeats these notes.
+
+    A number of a trail is found in the table of the prompt, where it stands first in its line, and a pair of the answer
+    in the working: all of them far back. A hasty solution says the commonest end of all starts.
+    """
+    trails: list[list[str]] = problem.metadata['trails']
+    if style == 'hasty':
+        guess = '0' * len(trails[0][0])
+        answer = ' '.join(f'{trail[0]}={guess}' for trail in trails)
+        return _answer('In short:', [f'most say {guess}'], answer)
+    lines = [line for trail in trails for line in (' '.join(trail), f'{trail[0]}={trail[-1]}')]
+    return _answer('Every step:', lines, ' '.join(f'{trail[0]}={trail[-1]}' for trail in trails))
+
+
 def _answer(opening: str, lines: list[str], answer: str) -> str:
     working = '\n'.join([opening, *lines])
     return f'<think>\n{working}\n</think>\n\\boxed{{{answer}}}'
 
 
-_TASKS: dict[str, Callable[[_Worked, str], str]] = {'count_bits': _count_bits}
+_TASKS: dict[str, Callable[[_Worked, str], str]] = {'count_bits': _count_bits, 'trails': _trails}

@@ -100,7 +100,7 @@ def test_unknown_task_and_style_are_named():
         worked_solution(problem)
     with pytest.raises(ConfigError, match=r'lazy.*careful, hasty'):
         worked_solution(_problems(1)[0][0], style='lazy')
-    assert supported_tasks() == ('count_bits',)
+    assert supported_tasks() == ('count_bits', 'trails')
 
 
 def test_tokenizer_has_512_tokens_and_single_digits(tokenizer):
