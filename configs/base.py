@@ -112,6 +112,7 @@ def get_config() -> ConfigDict:
     # How pages are scored (formulas: pallas_kernels/page_select/policies.py): 'block_mean' (the paper's rule, and the
     # only one with kernels), 'quest' (bounds from each page's smallest and largest keys; landmarks twice as large) or
     # 'group_softmax' (every head of a group hands out the same weight). Published budgets were found with 'block_mean'.
+    # A configuration file may bring a policy of its own: register_policy, in the same place.
     c.schedule.policy = 'block_mean'
 
     # Of the 'adaptive' schedule. Its length bins are those of its start, or mismatch.bin_width_tokens wide where that

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparrow_jax.config import RunConfig
 
 GUARD_ACTIONS = ('none', 'widen', 'dense', 'stop')
-# As the operations have them; those import JAX, for which a mistake need not wait.
+# The operations' own ones; they import JAX, for which a mistake need not wait.
 POLICIES = ('block_mean', 'quest', 'group_softmax')
 MOST_CHUNK_TOKENS = 256
 CONTEXTS = ('dense_samples', 'sparse_samples')
@@ -121,7 +121,7 @@ def _validate_rollout(run: RunConfig, need: Need, one_of: OneOf) -> None:
 def _validate_schedule(run: RunConfig, need: Need, one_of: OneOf) -> None:
     r, s, shape = run.rollout, run.schedule, run.model.shape
     one_of('schedule.kind', s.kind, SCHEDULE_KINDS)
-    one_of('schedule.policy', s.policy, POLICIES)
+    one_of('schedule.policy', s.policy, _known_policies(s.policy))
     need(
         r.kernels in ('auto', Implementation.REFERENCE) or s.policy == POLICIES[0],
         'rollout.kernels',
@@ -389,7 +389,7 @@ def _validate_calibrate(run: RunConfig, need: Need, one_of: OneOf) -> None:
         values = getattr(c, field)
         need(len(set(values)) == len(values), f'calibrate.{field}', values, 'names one twice')
     for policy in c.policies:
-        one_of('calibrate.policies', policy, POLICIES)
+        one_of('calibrate.policies', policy, _known_policies(policy))
     need(
         r.kernels in ('auto', Implementation.REFERENCE) or set(c.policies) <= {POLICIES[0]},
         'calibrate.policies',
@@ -425,3 +425,12 @@ def _validate_parallel(run: RunConfig, need: Need, one_of: OneOf) -> None:
         p.process,
         f'must be from 0 to {p.processes - 1}, another one for each process',
     )
+
+
+def _known_policies(asked: str) -> tuple[str, ...]:
+    """The policies that there are; those that somebody registered are looked up when another than ours is asked for."""
+    if asked in POLICIES:
+        return POLICIES
+    from pallas_kernels.page_select.policies import policy_names
+
+    return policy_names()

@@ -6,6 +6,7 @@ import pytest
 
 from configs import base, tiny
 from pallas_kernels.dense_decode import MAX_QUERIES
+from pallas_kernels.page_select import policies
 from pallas_kernels.page_select.policies import SelectionPolicy
 from sparrow_jax import config_checks
 from sparrow_jax.config import ConfigError, differing_fields, resolve, to_json
@@ -344,6 +345,17 @@ def test_unknown_and_missing_fields():
 def test_limits_that_are_written_down_twice_are_the_same():
     assert tuple(SelectionPolicy) == config_checks.POLICIES
     assert config_checks.MOST_CHUNK_TOKENS == MAX_QUERIES
+
+
+def test_a_registered_policy_can_be_named(monkeypatch):
+    config = make_config()
+    config.schedule.policy = 'mine'
+    with pytest.raises(ConfigError, match=r"^schedule.policy='mine': must be one of block_mean, quest, group_softmax$"):
+        resolve(config)
+    monkeypatch.setattr(policies, '_RULES', dict(policies._RULES))
+    monkeypatch.setattr(policies, '_REGISTERED', {})
+    policies.register_policy('mine', policies.block_mean)
+    assert resolve(config).schedule.policy == 'mine'
 
 
 def test_differing_fields_lists_leaves():

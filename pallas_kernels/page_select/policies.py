@@ -4,7 +4,8 @@ A policy is named in the configuration (`schedule.policy`). `landmark_update` an
 `page_select` turns its scores into pages. Reserved pages, budgets and ties are the same under every policy, and are
 none of its business: a score may be anything, NaN included, where a page is not full.
 
-To add one: a function that makes the landmark, one that scores, a name, and a line in `_RULES`.
+To add one: a function that makes the landmark, one that scores, a name, and a line in `_RULES`. Code outside this
+package, a configuration file or a notebook, calls `register_policy`.
 """
 
 import dataclasses
@@ -24,6 +25,10 @@ class SelectionPolicy(enum.StrEnum):
     BLOCK_MEAN = 'block_mean'
     QUEST = 'quest'
     GROUP_SOFTMAX = 'group_softmax'
+
+    @classmethod
+    def _missing_(cls, value: object) -> 'SelectionPolicy | None':
+        return _REGISTERED.get(value)
 
     def landmark_width(self, head_dim: int) -> int:
         """W: how many numbers a landmark holds, for keys of `head_dim` numbers."""
@@ -56,7 +61,7 @@ def named_policy(op: str, policy: SelectionPolicy | str, implementation: Impleme
     try:
         policy = SelectionPolicy(policy)
     except ValueError:
-        raise ValueError(f'{op}: policy={policy!r}: must be one of {", ".join(SelectionPolicy)}') from None
+        raise ValueError(f'{op}: policy={policy!r}: must be one of {", ".join(policy_names())}') from None
     if policy.implementation(implementation)[0] is not implementation:
         raise ValueError(
             f'{op}: policy={policy.value!r} has no kernels; use implementation={Implementation.REFERENCE.value!r} for '
@@ -135,3 +140,66 @@ _RULES = {
     SelectionPolicy.QUEST: _Rule(2, page_extremes, quest),
     SelectionPolicy.GROUP_SOFTMAX: _Rule(1, page_mean, group_softmax),
 }
+
+_REGISTERED: dict[object, SelectionPolicy] = {}
+
+
+def policy_names() -> tuple[str, ...]:
+    """All policies that can be named now: the package's own, then registered ones."""
+    return (*SelectionPolicy, *_REGISTERED.values())
+
+
+def register_policy(
+    name: str,
+    scores: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    landmark: Callable[[jax.Array], jax.Array] = page_mean,
+    keys_wide: int = 1,
+) -> SelectionPolicy:
+    """Makes a policy of your own known to this process, for `schedule.policy` and `calibrate.policies`.
+
+    A configuration file may call it, so that every command which reads the file knows the policy. Its pages are chosen
+    by JAX definitions. A name that was registered before gets the new rule; what was compiled is dropped then, but a
+    sampler that is already made keeps the old one, and so do results in a work directory.
+
+    Args:
+        name: a Python identifier, and none of the package's own policies.
+        scores: as `SelectionPolicy.scores`: q [B, K, G, A], landmark [B, K, N, W] and full [B, N] (bool) to float
+            [B, K, N], higher is better. Traced by JAX.
+        landmark: as `SelectionPolicy.landmark`: keys [..., C, A] to [..., W]; by default their mean.
+        keys_wide: W / A.
+
+    Raises:
+        ValueError: the name, or what the functions return for a small example, does not fit.
+    """
+    if not name.isidentifier():
+        raise ValueError(f'register_policy: name={name!r}: must be a Python identifier, like my_policy')
+    if name in SelectionPolicy.__members__.values():
+        raise ValueError(f'register_policy: name={name!r}: is one of the package; take another')
+    _check_rule(name, _Rule(keys_wide, landmark, scores))
+    if name in _REGISTERED:
+        jax.clear_caches()  # compiled functions go by the name
+    else:
+        policy = str.__new__(SelectionPolicy, name)
+        policy._name_, policy._value_ = name.upper(), name
+        _REGISTERED[name] = policy
+    _RULES[_REGISTERED[name]] = _Rule(keys_wide, landmark, scores)
+    return _REGISTERED[name]
+
+
+def _check_rule(name: str, rule: _Rule) -> None:
+    """That its functions give what they should, for sizes that differ from each other."""
+    B, K, G, N, C, A = 1, 2, 3, 5, 8, 16
+    W = rule.keys_wide * A
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    got = jax.eval_shape(rule.landmark, of(B, K, N, C, A)).shape
+    if got != (B, K, N, W):
+        raise ValueError(
+            f'register_policy: name={name!r}: landmark made {got} of keys {(B, K, N, C, A)}; with keys_wide='
+            f'{rule.keys_wide} it must be {(B, K, N, W)}'
+        )
+    got = jax.eval_shape(rule.scores, of(B, K, G, A), of(B, K, N, W), jax.ShapeDtypeStruct((B, N), jnp.bool_)).shape
+    if got != (B, K, N):
+        raise ValueError(
+            f'register_policy: name={name!r}: scores made {got} of q {(B, K, G, A)} and landmarks {(B, K, N, W)}; '
+            f'it must be {(B, K, N)}'
+        )

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from sparrow_jax.sparsity.tail import CELLS, TAIL_TOP, BetaTail, gap_edges
 
@@ -22,30 +25,24 @@ SHOWN_CELLS = 8  # of the histogram in one bar
 
 def plot(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes the pictures; their paths."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
     pictures = {
-        'p05_by_length.png': _by_length(plt, found),
-        'cost.png': _cost(plt, found),
-        'alpha.png': _alpha(plt, found),
+        'p05_by_length.png': _by_length(found),
+        'cost.png': _cost(found),
+        'alpha.png': _alpha(found),
     }
     written = []
     for name, figure in pictures.items():
         if figure is not None:
             figure.savefig(folder / name, dpi=130)
-            plt.close(figure)
             written.append(folder / name)
     return written
 
 
-def _by_length(plt: Any, found: Mapping[str, Any]) -> Any:
+def _by_length(found: Mapping[str, Any]) -> Any:
     groups = _groups(found)
-    figure, axes = _panels(plt, len(groups), height=3.6, sharey=True)
+    figure, axes = _panels(len(groups), height=3.6, sharey=True)
     budgets = sorted({p['budget_tokens'] for p in found['points'] if not p['every_page']})
-    colours = dict(zip(budgets, _colours(plt, len(budgets)), strict=True))
+    colours = dict(zip(budgets, _colours(len(budgets)), strict=True))
     for axis, ((policy, page), points) in zip(axes, groups.items(), strict=False):
         for point in points:
             if point['every_page']:
@@ -78,17 +75,17 @@ def _line(axis: Any, bins: Sequence[Mapping[str, Any]], colour: Any, name: str, 
     axis.fill_between(middle, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _cost(plt: Any, found: Mapping[str, Any]) -> Any:
+def _cost(found: Mapping[str, Any]) -> Any:
     groups = {key: [p for p in points if not p['every_page']] for key, points in _groups(found).items()}
     longest: Sequence[Any] = max((p['bins'] for points in groups.values() for p in points), key=len, default=[])
     known = [z for z, b in enumerate(longest) if b['enough']]
     if not known:
         return None
     shown = [known[i] for i in sorted({round(x) for x in np.linspace(0, len(known) - 1, MOST_PANELS)})]
-    figure, axes = _panels(plt, len(shown), height=3.4, sharey=True)
+    figure, axes = _panels(len(shown), height=3.4, sharey=True)
     for axis, z in zip(axes, shown, strict=False):
         costs: list[float] = []
-        for ((policy, page), points), colour in zip(groups.items(), _colours(plt, len(groups)), strict=True):
+        for ((policy, page), points), colour in zip(groups.items(), _colours(len(groups)), strict=True):
             there = [p['bins'][z] for p in points if z < len(p['bins']) and p['bins'][z]['enough']]
             cost = [b['kv_bytes_per_token'] / 1e6 for b in there]
             costs += cost
@@ -105,7 +102,7 @@ def _cost(plt: Any, found: Mapping[str, Any]) -> Any:
         axis.set_xlabel('MB of keys, values and landmarks a token', fontsize=9)
         if costs and max(costs) > LOG_FROM * min(costs):
             axis.set_xscale('log')
-            axis.xaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_major_formatter('{x:g}')
             axis.xaxis.set_minor_formatter('')
     axes[0].set_ylabel('p05 of alpha', fontsize=9)
@@ -113,12 +110,12 @@ def _cost(plt: Any, found: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _alpha(plt: Any, found: Mapping[str, Any]) -> Any:
+def _alpha(found: Mapping[str, Any]) -> Any:
     (policy, page), points = next(iter(_groups(found).items()))
     points = [p for p in points if not p['every_page']]
     if not points:
         return None
-    figure, axes = _panels(plt, len(points), height=2.9, sharey=False)
+    figure, axes = _panels(len(points), height=2.9, sharey=False)
     edges = 1 - gap_edges()[::-1]  # of alpha, ascending
     for axis, point in zip(axes, points, strict=False):
         described = point['all']['alpha']
@@ -151,12 +148,12 @@ def _groups(found: Mapping[str, Any]) -> dict[tuple[str, int], list[Mapping[str,
     return groups
 
 
-def _panels(plt: Any, number: int, *, height: float, sharey: bool) -> tuple[Any, list[Any]]:
+def _panels(number: int, *, height: float, sharey: bool) -> tuple[Any, list[Any]]:
     columns = min(number, MOST_PANELS)
     rows = -(-number // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(0.6 + 3.6 * columns, height * rows), layout='constrained', squeeze=False, sharey=sharey
-    )
+    # Not by pyplot, whose backend is the caller's: a notebook goes on to draw pictures of its own.
+    figure = Figure(figsize=(0.6 + 3.6 * columns, height * rows), layout='constrained')
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)
     flat = list(axes.flat)
     for axis in flat:
         axis.tick_params(labelsize=8, colors=INK)
@@ -167,5 +164,5 @@ def _panels(plt: Any, number: int, *, height: float, sharey: bool) -> tuple[Any,
     return figure, flat
 
 
-def _colours(plt: Any, number: int) -> list[Any]:
-    return [plt.get_cmap('viridis')(x) for x in np.linspace(0.1, 0.85, number)]
+def _colours(number: int) -> list[Any]:
+    return [matplotlib.colormaps['viridis'](x) for x in np.linspace(0.1, 0.85, number)]

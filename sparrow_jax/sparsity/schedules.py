@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.page_select.policies import SelectionPolicy
+from pallas_kernels.page_select.policies import SelectionPolicy, policy_names
 from sparrow_jax.config import ConfigError, RolloutConfig, ScheduleConfig
 from sparrow_jax.json_files import read_object
 
@@ -191,10 +191,10 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _check_policy(config: ScheduleConfig, policy: Any, name: str) -> None:
-    known = ', '.join(SelectionPolicy)
+    known = ', '.join(policy_names())
     if policy is None:
         raise ConfigError(f'{name}: field {POLICY_FIELD} is missing; it says how the budgets were found: {known}')
-    if policy not in tuple(SelectionPolicy):
+    if policy not in policy_names():
         raise ConfigError(f'{name}: {POLICY_FIELD}={policy!r} must be one of {known}')
     if policy != config.policy:
         raise ConfigError(

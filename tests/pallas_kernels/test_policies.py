@@ -1,6 +1,8 @@
 """Selection policies: each against its formula in NumPy, what it keeps of a page, and what all of them share."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax.numpy as jnp
 import jitted_operations
@@ -12,8 +14,8 @@ from pallas_kernels.implementation import Implementation
 from pallas_kernels.landmark_update import cases as landmark_cases
 from pallas_kernels.landmark_update import landmark_update
 from pallas_kernels.page_select import cases as select_cases
-from pallas_kernels.page_select import page_select
-from pallas_kernels.page_select.policies import SelectionPolicy
+from pallas_kernels.page_select import page_select, policies
+from pallas_kernels.page_select.policies import SelectionPolicy, policy_names, register_policy
 
 POLICIES = [policy.value for policy in SelectionPolicy]
 KERNELS = [name for name in Implementation if name is not Implementation.REFERENCE]
@@ -281,3 +283,70 @@ def test_what_runs_a_policy_beside_kernels(policy):
         assert kernels is Implementation.REFERENCE
         assert f'schedule.policy={policy} has no kernels' in why
     assert policy.implementation(Implementation.REFERENCE) == (Implementation.REFERENCE, '')
+
+
+# ---------------------------------------------------------------------- policies from outside
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """As it is before anybody registers something, and again after the test."""
+    monkeypatch.setattr(policies, '_RULES', dict(policies._RULES))
+    monkeypatch.setattr(policies, '_REGISTERED', {})
+
+
+def oldest(q_BKGA, landmark_BKNW, _full_BN):
+    return jnp.broadcast_to(-jnp.arange(landmark_BKNW.shape[2]), (*q_BKGA.shape[:2], landmark_BKNW.shape[2]))
+
+
+def newest(*arguments):
+    return -oldest(*arguments)
+
+
+@pytest.mark.usefixtures('registry')
+class TestRegistered:
+    keys_NCA = np.ones((6, C, 16))
+    q_GA = np.ones((2, 16))
+
+    def test_it_chooses_pages_and_is_known_by_its_name(self):
+        policy = register_policy('oldest', oldest)
+        assert chosen('oldest', self.q_GA, self.keys_NCA, budget=2) == [0, 1, 2, 5]
+        assert SelectionPolicy('oldest') is policy
+        assert (f'{policy}', policy.value, policy_names()[-1]) == ('oldest',) * 3
+        assert copy.deepcopy(policy) is pickle.loads(pickle.dumps(policy)) is policy
+        kernels, why = policy.implementation(Implementation.MOSAIC_GPU)
+        assert kernels is Implementation.REFERENCE
+        assert 'schedule.policy=oldest has no kernels' in why
+
+    def test_the_package_has_as_many_policies_as_before(self):
+        register_policy('oldest', oldest)
+        assert 'oldest' not in list(SelectionPolicy)
+        assert policy_names() == (*SelectionPolicy, 'oldest')
+
+    def test_a_new_rule_of_the_same_name_takes_the_place_of_what_was_compiled(self):
+        register_policy('mine', oldest)
+        assert chosen('mine', self.q_GA, self.keys_NCA, budget=2) == [0, 1, 2, 5]
+        register_policy('mine', newest)
+        assert chosen('mine', self.q_GA, self.keys_NCA, budget=2) == [0, 3, 4, 5]
+        assert policy_names().count('mine') == 1
+
+    def test_landmarks_of_its_own(self):
+        policy = register_policy('bounds', policies.quest, policies.page_extremes, keys_wide=2)
+        keys_NCA = np.random.default_rng(0).normal(size=(6, C, 16))
+        assert policy.landmark_width(16) == 32
+        picked = [chosen(name, self.q_GA, keys_NCA, budget=2) for name in ('bounds', 'quest')]
+        assert picked[0] == picked[1]
+
+    @pytest.mark.parametrize(
+        ('changes', 'message'),
+        [
+            ({'name': 'quest'}, "name='quest': is one of the package"),
+            ({'name': 'a/b'}, "name='a/b': must be a Python identifier"),
+            ({'keys_wide': 2}, r'landmark made \(1, 2, 5, 16\) of keys .* keys_wide=2 it must be \(1, 2, 5, 32\)'),
+            ({'scores': lambda q, landmark, full: oldest(q, landmark, full)[0]}, r'scores made \(2, 5\) of q'),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_and_leaves_nothing(self, changes, message):
+        with pytest.raises(ValueError, match=f'^register_policy: .*{message}'):
+            register_policy(**{'name': 'mine', 'scores': oldest} | changes)
+        assert policy_names() == tuple(SelectionPolicy)
