@@ -33,7 +33,8 @@ def data_config(tmp_path):
 def reward_config():
     def make(**changes) -> RewardConfig:
         fields = {'function': '', 'correct_threshold': 0.99, 'format_bonus': 0.0, 'workers': 2, 'timeout_s': 10.0}
-        return RewardConfig(**(fields | changes))
+        length = {'overlong_buffer_tokens': 0, 'overlong_penalty': 0.0}
+        return RewardConfig(**(fields | length | changes))
 
     return make
 

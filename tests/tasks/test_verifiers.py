@@ -24,7 +24,7 @@ def both():
     from sparrow_jax.config import DataConfig, RewardConfig
 
     data = DataConfig('reasoning_gym:chain_sum', 'auto', '', 1, 0, 'file.jsonl', 1, '', '', 'boxed')
-    with Verifier(RewardConfig('', 0.99, 0.125, 2, 20.0), data) as verifier:
+    with Verifier(RewardConfig('', 0.99, 0.125, 2, 20.0, 0, 0.0), data) as verifier:
         yield verifier
 
 
@@ -363,7 +363,7 @@ def test_workers_start_without_jax_and_leave_the_main_module_alone(tmp_path):
             from sparrow_jax.tasks.verifiers import Verifier
             pathlib.Path('runs').open('a').write('x')
             data = DataConfig('file.jsonl', 'auto', '', 1, 0, '', 1, '', '', 'tag')
-            with Verifier(RewardConfig('', 0.99, 0.0, 1, 20.0), data) as verifier:
+            with Verifier(RewardConfig('', 0.99, 0.0, 1, 20.0, 0, 0.0), data) as verifier:
                 maps = pathlib.Path(f'/proc/{verifier._judges[0].worker.pid}/maps').read_text()
                 (score,) = verifier.score([Problem(0, 'q', '4', 's', {})], ['<answer>4</answer>'])
             assert score.correct == 1
