@@ -15,6 +15,7 @@ from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, budget_for_leng
 ROLLOUT = RolloutConfig(
     prompts_per_step=1,
     samples_per_prompt=1,
+    extra_batches=0,
     slots=1,
     max_prompt_tokens=2048,
     max_response_tokens=30_000,
