@@ -225,7 +225,7 @@ class Policy:
         if self.factors is None or self.spec is None:
             return None
         dtype = jnp.dtype(self.parts.run.model.compute_dtype)
-        return SamplerAdapter(jax.tree.map(lambda x: x.astype(dtype), self.factors), self.spec.alpha / self.spec.rank)
+        return SamplerAdapter(jax.tree.map(lambda x: x.astype(dtype), self.factors), self.spec.scale)
 
 
 def load_policy(parts: Parts, workdir: str) -> Policy:

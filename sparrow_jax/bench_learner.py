@@ -26,9 +26,9 @@ from pallas_kernels.bench import why_no_file
 from sparrow_jax import commands, memory
 from sparrow_jax.assembly import Frame
 from sparrow_jax.bench_setup import Setup, make_setup, model_name
-from sparrow_jax.config import ConfigError, RunConfig, validate
+from sparrow_jax.config import ROW_MULTIPLE, ConfigError, RunConfig, validate
 from sparrow_jax.console import Console
-from sparrow_jax.learner.distill import ADAPTER_GRADIENTS, ADAPTER_UPDATE, ROW_MULTIPLE, Distiller
+from sparrow_jax.learner.distill import ADAPTER_GRADIENTS, ADAPTER_UPDATE, Distiller
 from sparrow_jax.learner.learner import Learner
 from sparrow_jax.learner.rows import Sample, micro_batches
 from sparrow_jax.models.adapter import AdapterSpec, adapter_parameter_count

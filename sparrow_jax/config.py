@@ -16,6 +16,7 @@ from typing import Any
 from sparrow_jax.config_checks import validate_run
 
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
+ROW_MULTIPLE = 128  # tokens of a learner row
 INT32 = 2**31 - 1  # the device counts with int32
 MOST = {'seed': 2**63 - 1, 'data.seed': 2**63 - 1}
 # Limits that then do nothing.
@@ -294,8 +295,13 @@ class RunConfig:
     @property
     def row_tokens(self) -> int:
         """Tokens of a learner row."""
+        return self.learner.row_tokens or self.longest_row_tokens
+
+    @property
+    def longest_row_tokens(self) -> int:
+        """Tokens of a row that holds the longest prompt and response, and no more."""
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
-        return self.learner.row_tokens or -(-longest // 128) * 128
+        return -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def resolve(config: Mapping[str, Any]) -> RunConfig:

@@ -34,7 +34,6 @@ from sparrow_jax.parallel.transfer import place, read
 from sparrow_jax.sparsity.mismatch import lower_quantile
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule
 
-ROW_MULTIPLE = 128  # tokens
 ADAPTER_GRADIENTS, ADAPTER_UPDATE = 'adapter gradients', 'adapter update'  # programs
 _METRICS = {  # of `policy_loss`, of which the sparse policy has metrics of its own
     'loss/actor/pg_loss': 'distill/pg_loss',
@@ -211,7 +210,7 @@ class Distiller:
 
     def for_sampler(self, state: LearnerState) -> SamplerAdapter:
         """The sampler's copy: in the compute dtype, whole on every data shard."""
-        return SamplerAdapter(self._copy(state.params), self.spec.alpha / self.spec.rank)
+        return SamplerAdapter(self._copy(state.params), self.spec.scale)
 
     def rows(self, samples: Sequence[Sample]) -> list[Rows]:
         """Micro-batches of samples that carry `pages_read`; their hidden states are left behind."""
@@ -299,7 +298,7 @@ class Distiller:
 
     def abstract_sampler_adapter(self) -> SamplerAdapter:
         """Shapes and shardings of `for_sampler`'s result."""
-        return SamplerAdapter(self._copy.eval_shape(self.abstract_state.params), self.spec.alpha / self.spec.rank)
+        return SamplerAdapter(self._copy.eval_shape(self.abstract_state.params), self.spec.scale)
 
     def _padding(self, length: int) -> Rows:
         return self.device(self._host_padding(length))
@@ -319,8 +318,7 @@ def _policy_loss_of(config: DistillConfig) -> PolicyLoss:
 
 def _layout(run: RunConfig, shards: int) -> RowLayout:
     """Rows of one sequence, with as many tokens a micro-batch as the learner's."""
-    longest = run.rollout.max_prompt_tokens + run.rollout.max_response_tokens
-    tokens = -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
+    tokens = run.longest_row_tokens
     rows = run.learner.rows_per_microbatch * max(run.row_tokens // tokens, 1)
     return RowLayout(tokens, -(-rows // shards) * shards, packing=False)
 

@@ -50,9 +50,14 @@ class AdapterSpec:
                 f'distill.targets={tuple(self.targets)}: must be one or more of {", ".join(TARGETS)}, each once'
             )
 
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
     def scale_at(self, mask_BT: Array) -> Array:
-        """The `adapter_scale_BT` of `Decoder.hidden`: float32, alpha / rank where mask_BT (bool) holds, else 0."""
-        return jnp.where(mask_BT, jnp.float32(self.alpha / self.rank), 0)
+        """The `adapter_scale_BT` of `Decoder.hidden`: float32, the scale where mask_BT (bool) holds, else 0."""
+        return jnp.where(mask_BT, jnp.float32(self.scale), 0)
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +67,7 @@ class SamplerAdapter:
 
     Attributes:
       factors: of `init_adapter`, in the compute dtype.
-      scale: alpha / rank.
+      scale: of its `AdapterSpec`.
     """
 
     factors: list[Factors]

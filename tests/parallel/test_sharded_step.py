@@ -1,9 +1,7 @@
 """A step on 8 simulated devices is the step on one device."""
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import sharded_step
-from tiny_learner import quick_compile
+from simulated_devices import many_and_single
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The second has more tensor shards than the model has KV heads (2).
@@ -21,25 +19,7 @@ MESHES = ['2,2,2', '1,2,4']
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     """(results by mesh from one process with 8 simulated devices, those of one device here)."""
-    folder = tmp_path_factory.mktemp('sharded')
-    environment = {
-        **os.environ,
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-        'JAX_PLATFORMS': 'cpu',
-        # Compiles in a third of the time; the partitioning is what is tested.
-        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-        'PYTHONPATH': str(ROOT),
-    }
-    command = [sys.executable, sharded_step.__file__, str(folder), *MESHES]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            with quick_compile():
-                single = sharded_step.step(-1, 1, 1)
-            _, errors = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    assert process.returncode == 0, errors
-    return {sizes: dict(np.load(folder / f'{sizes}.npz')) for sizes in MESHES}, single
+    return many_and_single(sharded_step, sharded_step.step, MESHES, tmp_path_factory.mktemp('sharded'))
 
 
 @pytest.mark.slow
