@@ -166,16 +166,20 @@ def _of_a_line(
     return x + (ratio - rate) / rate, variance / rate + (CURVATURE * x) ** 2
 
 
-def ordered(belief: Belief, need_Z: jax.Array) -> jax.Array:
-    """The ascending needs that are nearest, the better known ones staying where they are (isotonic regression)."""
+def ordered(belief: Belief, need_Z: jax.Array, confidence: float) -> jax.Array:
+    """Ascending needs: the nearest (isotonic regression, in which the better known ones stay where they are), but none
+    more than `confidence` standard deviations below what is believed of its bin: a bin that is known to need more than
+    longer ones is no error of measurement, and they take as much.
+    """
     Z = need_Z.shape[0]
-    weight_Z = 1 / jnp.maximum(jnp.diagonal(belief.covariance_EE)[:Z], jnp.finfo(jnp.float32).tiny)
+    variance_Z = jnp.maximum(jnp.diagonal(belief.covariance_EE)[:Z], jnp.finfo(jnp.float32).tiny)
     first_Z1, last_1Z = jnp.arange(Z)[:, None], jnp.arange(Z)[None]
-    weight_ZZ = jnp.where(first_Z1 <= last_1Z, weight_Z, 0)
+    weight_ZZ = jnp.where(first_Z1 <= last_1Z, 1 / variance_Z, 0)
     # Means over the bins from `first` to `last`; each need is the largest, over first, of the least, over last.
     mean_ZZ = jnp.cumsum(weight_ZZ * need_Z, axis=1) / jnp.cumsum(weight_ZZ, axis=1)
     least_ZZ = lax.cummin(jnp.where(first_Z1 <= last_1Z, mean_ZZ, jnp.inf), axis=1, reverse=True)
-    return jnp.diagonal(lax.cummax(jnp.where(first_Z1 <= last_1Z, least_ZZ, -jnp.inf), axis=0))
+    nearest_Z = jnp.diagonal(lax.cummax(jnp.where(first_Z1 <= last_1Z, least_ZZ, -jnp.inf), axis=0))
+    return jnp.maximum(nearest_Z, lax.cummax(need_Z - confidence * jnp.sqrt(variance_Z)))
 
 
 def _other_sequences(belief: Belief, probes: int) -> Belief:

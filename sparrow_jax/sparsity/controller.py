@@ -266,7 +266,7 @@ def move(controller: Controller, control: Control, most_Z: jax.Array) -> Control
     least, most, need_Z = (jnp.log(_read(x, control)) for x in (control.least_budget, most_Z, controller.budget_Z))
     belief, need_Z = beliefs.updated(controller.belief, need_Z, measurement, control.confidence)
     # Limits ascend as well. They come first: what they forbid must not raise the bins behind.
-    need_Z = beliefs.ordered(belief, jnp.clip(need_Z, least, most))
+    need_Z = beliefs.ordered(belief, jnp.clip(need_Z, least, most), control.confidence)
     moved_Z = jnp.clip(jnp.exp(need_Z) - control.reserved_pages, control.least_budget, most_Z)
     budget_Z = jnp.where(told_Z.any(), moved_Z, controller.budget_Z)
     shown_Z = measured_Z | ((controller.p05_Z < 0) & (seen.tokens_Z >= control.urgent_count))

@@ -13,7 +13,7 @@ from sparrow_jax.sparsity.belief import SLOPE, Measurement, aged, first, ordered
 
 BINS, PROBES, CONFIDENCE = 5, 4, 2.0
 _updated = jax.jit(updated)
-_ordered = jax.jit(ordered)
+_ordered = jax.jit(ordered, static_argnames='confidence')
 
 
 def measured(ratio, in_force, variance=0.01):
@@ -158,12 +158,26 @@ def pooled(values, weights):
     return np.concatenate([[v] * n for v, _, n in blocks])
 
 
+def independent(variance):
+    covariance = np.diag(np.append(variance, [1, 1])).astype(np.float32)
+    return dataclasses.replace(first(BINS, PROBES), covariance_EE=jnp.asarray(covariance))
+
+
 @pytest.mark.parametrize('seed', range(5))
 def test_order_is_isotonic_regression(seed):
     rng = np.random.default_rng(seed)
     variance = 10.0 ** rng.uniform(-4, 1, BINS)
-    covariance = np.diag(np.append(variance, [1, 1])).astype(np.float32)
-    belief = dataclasses.replace(first(BINS, PROBES), covariance_EE=jnp.asarray(covariance))
     need = rng.normal(0, 1, BINS).astype(np.float32)
-    np.testing.assert_allclose(_ordered(belief, need), pooled(need, 1 / variance), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(_ordered(belief, np.sort(need)), np.sort(need), rtol=1e-6)
+    anyhow = 1e6  # standard deviations: no bin is known
+    np.testing.assert_allclose(
+        _ordered(independent(variance), need, anyhow), pooled(need, 1 / variance), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(_ordered(independent(variance), np.sort(need), CONFIDENCE), np.sort(need), rtol=1e-6)
+
+
+def test_order_does_not_hold_down_a_bin_that_is_known_to_need_more():
+    """However many longer bins need less, each as well known."""
+    need = np.zeros(BINS, np.float32)
+    need[0] = 2.0
+    ordered = np.asarray(_ordered(independent(np.full(BINS, 0.01)), need, CONFIDENCE))
+    np.testing.assert_allclose(ordered, 2.0 - CONFIDENCE * 0.1, rtol=1e-5)
