@@ -94,6 +94,8 @@ def get_config() -> ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.segment_steps = 64  # decode steps of one jitted call
     c.rollout.prefill_rows = 8  # prompts encoded by one prefill call
+    # For the last sequences of a rollout: segments are also compiled for half of the slots, a quarter, and so on.
+    c.rollout.halvings = 3
     # Attention of the sampler: 'auto' takes the Pallas kernels of the platform once they have been run on such
     # hardware, else the JAX definitions, and the start of the run says which; 'mosaic_gpu', 'mosaic_tpu' or 'reference'
     # insist on one.
@@ -287,6 +289,7 @@ def smoke(config: ConfigDict) -> None:
     c.rollout.pool_pages = 0
     c.rollout.segment_steps = 16
     c.rollout.prefill_rows = 2
+    c.rollout.halvings = min(c.rollout.halvings, 1)
 
     c.schedule.kind = c.schedule.start = 'fixed'
     c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10  # for an adaptive schedule

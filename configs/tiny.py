@@ -47,6 +47,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.max_response_tokens = 256  # careful solutions have 235 at most
     c.rollout.page_tokens = 8
     c.rollout.segment_steps = 32
+    c.rollout.halvings = 0  # responses end together, and each further width compiles for seconds
 
     c.schedule.budget_pages = (
         3  # with the reserved ones 7 of up to 35 pages: 0.57 of a dense rollout's KV reads, less as answers grow

@@ -110,6 +110,7 @@ class RolloutConfig:
     temperature: float
     segment_steps: int
     prefill_rows: int
+    halvings: int
     kernels: str
 
     @property

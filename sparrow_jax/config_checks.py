@@ -96,6 +96,7 @@ def _validate_rollout(run: RunConfig, need: Need, one_of: OneOf) -> None:
         'prefill_rows',
     ):
         need(getattr(r, field) > 0, f'rollout.{field}', getattr(r, field), 'must be positive')
+    need(r.halvings >= 0, 'rollout.halvings', r.halvings, 'must not be negative; 0 compiles one segment, for all slots')
     need(
         8 <= r.page_tokens <= 128 and r.page_tokens & (r.page_tokens - 1) == 0,
         'rollout.page_tokens',

@@ -23,6 +23,7 @@ from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.models.splash import why_no_splash
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import make_slots
+from sparrow_jax.rollout.compaction import widths
 from sparrow_jax.rollout.head_shards import HeadShards
 from sparrow_jax.rollout.probes import LOGITS_AT_ONCE
 
@@ -81,7 +82,10 @@ def estimate(
     pool_pages = r.pool_pages or (slots + probes) * N
     parts['rollout: KV pool'] = pool_pages * page_bytes(run, shape, tensor)
     landmark_width = SelectionPolicy(run.schedule.policy).landmark_width(A)
-    parts['rollout: landmarks'] = L * slots * K * N * landmark_width * compute
+    of_slot = L * K * N * landmark_width * compute
+    parts['rollout: landmarks'] = slots * of_slot
+    if len(narrower := widths(slots, r.halvings, probes)[1:]):
+        parts['rollout: landmarks of half the slots'] = narrower[0] * of_slot
     if run.mismatch.every_steps > 0 or run.mismatch.floor_every_steps > 0:
         parts['rollout: hidden states'] = slots * r.max_response_tokens * D * compute
     parts['rollout: slots'] = _slot_bytes(run, shape, slots, probes)

@@ -68,8 +68,9 @@ class Occupancy:
         self.rows.append((time.perf_counter() - self.began, progress))
 
     def series(self) -> dict[str, list[float]]:
-        """Seconds since the start, and of each of them: sequences in slots and parked, pages, tokens so far."""
-        names = ('running', 'parked', 'pages', 'tokens')
+        """Seconds since the start, and of each of them: sequences in slots, slots that were decoded, sequences parked,
+        pages, tokens so far."""
+        names = ('running', 'slots', 'parked', 'pages', 'tokens')
         return {
             'time_s': [round(seconds, 3) for seconds, _ in self.rows],
             **{name: [getattr(progress, name) for _, progress in self.rows] for name in names},

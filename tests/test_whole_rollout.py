@@ -149,7 +149,7 @@ def pretended(monkeypatch):
         for segment in itertools.count(1):
             left = np.maximum(left - engine.rollout.segment_steps, 0)
             running, tokens = int((left > 0).sum()), int(sum(RESPONSES) - left.sum())
-            on_progress(Progress(len(left) - running, len(left), tokens, max(running, 1), 0, 0, running, 0.0))
+            on_progress(Progress(len(left) - running, len(left), tokens, max(running, 1), 8, 0, 0, running, 0.0))
             if segment == Pretended.after:
                 raise KeyboardInterrupt
             if not running:

@@ -23,7 +23,7 @@ from pallas_kernels.sparse_decode import sparse_decode
 from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.models.attention import causal_attend
 from sparrow_jax.models.decoder import Attend
-from sparrow_jax.rollout.cache import Cache, Slots
+from sparrow_jax.rollout.cache import STATE, Cache, Slots
 from sparrow_jax.rollout.fused_step import MergedFactors, fused_hidden, merged_factors
 from sparrow_jax.rollout.head_shards import FIRST, SECOND, THIRD, WHOLE, HeadShards
 from sparrow_jax.rollout.sampling import Noise, draw, draw_noise, noise_of_step, segment_noise
@@ -158,16 +158,19 @@ def decode_segment(
     graphdef: nnx.GraphDef,
     statics: SamplerStatics,
     steps: int,
+    width: int,
     params: nnx.State,
     cache: Cache,
     slots: Slots,
     values: SamplingValues,
 ) -> tuple[Cache, Slots]:
-    """`steps` decode steps of all slots in one loop on the device.
+    """`steps` decode steps of the first `width` slots in one loop on the device; the others must be idle.
 
-    Finished slots idle: the trip count is the same on every shard.
+    Finished slots idle: the trip count is the same on every shard. All probes must be among the first.
     """
-    B, P = slots.active_B.shape[0], slots.probe_length_P.shape[0]
+    every, landmarks, B = slots, cache.landmarks, width
+    slots, cache = _first_slots(slots, width), Cache(cache.pages, [array[:width] for array in landmarks])
+    P = slots.probe_length_P.shape[0]
     kept_rows = B if slots.hidden_BTD.shape[2] else P
     # Whatever can be known before the loop is made before it: in the loop each operation is a kernel of its own.
     shape, adapter = nnx.merge(graphdef, params).shape, values.adapter
@@ -192,7 +195,20 @@ def decode_segment(
         pages_read_SB = _pages_of_sparse_layers(read_SB, statics, values)
     else:
         pages_read_SB = -(-read_SB // statics.page_tokens)
-    return cache, _recorded(slots, after, drawn, pages_read_SB)
+    after = _recorded(slots, after, drawn, pages_read_SB)
+    if width == every.active_B.shape[0]:
+        return cache, after
+    put_first = lambda whole, first: lax.dynamic_update_slice_in_dim(whole, first, 0, axis=0)
+    after = dataclasses.replace(
+        after,
+        **{name: put_first(getattr(every, name), getattr(after, name)) for name in STATE},
+    )
+    return Cache(cache.pages, list(map(put_first, landmarks, cache.landmarks))), after
+
+
+def _first_slots(slots: Slots, width: int) -> Slots:
+    """State of the first slots; what is recorded of responses stays whole."""
+    return dataclasses.replace(slots, **{name: getattr(slots, name)[:width] for name in STATE})
 
 
 @jax.tree_util.register_dataclass

@@ -27,7 +27,8 @@ from sparrow_jax.models.adapter import SamplerAdapter
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.parallel.transfer import place, read
-from sparrow_jax.rollout.cache import Slots
+from sparrow_jax.rollout.cache import Cache, Slots
+from sparrow_jax.rollout.compaction import widths
 from sparrow_jax.rollout.decode import Prompts, SamplingValues
 from sparrow_jax.rollout.functions import SHARDED, WHOLE, SamplerFunctions, Sampling
 from sparrow_jax.rollout.harvest import Harvest, Response
@@ -48,8 +49,8 @@ class Progress:
     Attributes:
         finished, total: responses.
         tokens: sampled so far.
-        running: sequences that held a slot in the segment, parked: that waited in host memory for one, parks: how
-            often one has left so far.
+        running: sequences that held a slot in the segment, slots: that it decoded.
+        parked: sequences that waited in host memory for a slot, parks: how often one has left so far.
         pages: of all shards' pools that held a sequence.
         prefill_s: seconds that the encoding of prompts took so far.
     """
@@ -58,6 +59,7 @@ class Progress:
     total: int
     tokens: int
     running: int
+    slots: int
     parked: int
     parks: int
     pages: int
@@ -151,6 +153,7 @@ class Engine:
         self.rows_per_shard = min(-(-rollout.prefill_rows // self.shards), self.slots_per_shard)
         self.samples_per_row = min(rollout.samples_per_prompt, self.slots_per_shard)
         self.prefill_lengths = _prefill_lengths(rollout.max_prompt_tokens, rollout.page_tokens)
+        self.widths = widths(self.slots_per_shard, rollout.halvings, self.probes)
         self.may_park = self.pool_pages < most_pages  # sequences may have to leave for a while
         self.parks = 0
         self.layout = Layout(
@@ -193,7 +196,10 @@ class Engine:
                 prompts = self.prompt_arrays([[] for _ in range(self.shards)], length)
                 cache, slots = self.functions.prefill(sampling)(weights, cache, slots, prompts, values)
             adapted = _with_adapter(values, sampling, adapter)
-            cache, slots = self.functions.segment(sampling)(weights, cache, slots, adapted)
+            for width in self.widths:
+                cache, slots = self.functions.segment(sampling, width)(weights, cache, slots, adapted)
+            if len(self.widths) > 1:
+                cache, slots = self._moved(cache, slots, [[]] * self.shards)
             self.functions.cut()(slots, 0)
             if self.probing and sampling.sparse:
                 controller = self.functions.renew()(self.widened(self.start_controller()))
@@ -383,7 +389,7 @@ class Engine:
             moves = np.asarray(controller.moves_Z).sum()
             controller = self.functions.renew()(controller)
             values = dataclasses.replace(values, budget_bins=self.functions.budgets()(controller))
-        run_prefill, run_segment = self.functions.prefill(sampling), self.functions.segment(sampling)
+        run_prefill = self.functions.prefill(sampling)
         cache, slots = self.functions.fresh(sampling.keep_hidden)()
         keys = self.request_keys(requests, run_key, step)
         layout = dataclasses.replace(self.layout, probes=self.probes if controller is not None else 0)
@@ -407,12 +413,16 @@ class Engine:
                 length = next(n for n in self.prefill_lengths if n >= longest)
                 cache, slots = run_prefill(weights, cache, slots, self.prompt_arrays(groups, length), values)
                 encodes = True
+            width = min(width for width in self.widths if width >= scheduler.slots_needed)
+            if any(places := scheduler.compact(width)):
+                cache, slots = self._moved(cache, slots, places)
             if scheduler.tables_changed:
                 slots = self._set_tables(slots, scheduler.table_BN, scheduler.probe_table_PN)
                 scheduler.tables_changed = False
             if encodes:  # known before the segment starts: the host may take as long to start it as it runs
                 jax.block_until_ready(slots.count_B)
                 prefill_s += time.perf_counter() - began
+            run_segment = self.functions.segment(sampling, width)
             cache, slots = run_segment(weights, cache, slots, _with_adapter(values, sampling, adapter))
             harvest.read()
             if controller is not None:
@@ -441,6 +451,7 @@ class Engine:
                     total=len(requests),
                     tokens=harvest.tokens + scheduler.drawn_tokens,
                     running=running,
+                    slots=width * self.shards,
                     parked=len(scheduler.parked),
                     parks=scheduler.parks,
                     pages=pages,
@@ -458,6 +469,18 @@ class Engine:
     def _measure(self, sampling: Sampling) -> Callable:
         assert self.probing
         return self.functions.measure(sampling, self.probing.control, self.most_budgets())
+
+    def _moved(self, cache: Cache, slots: Slots, moves: list[list[tuple[int, int]]]) -> tuple[Cache, Slots]:
+        """Cache and slots after the moves of each shard, which `Scheduler.compact` gives."""
+        most = self.widths[1]
+        padded = np.zeros((self.shards, most, 2), np.int32)  # slot 0 stays where it is
+        for shard, pairs in enumerate(moves):
+            padded[shard, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2)
+        source_M, target_M = place(
+            (padded[..., 0].reshape(-1), padded[..., 1].reshape(-1)), NamedSharding(self.mesh, SHARDED)
+        )
+        landmarks, slots = self.functions.move()(cache.landmarks, slots, source_M, target_M)
+        return Cache(cache.pages, landmarks), slots
 
     def _set_tables(self, slots: Slots, table_BN: np.ndarray, probe_table_PN: np.ndarray) -> Slots:
         sharding = NamedSharding(self.mesh, SHARDED)

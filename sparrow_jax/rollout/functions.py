@@ -21,6 +21,7 @@ from sparrow_jax.models.decoder import logical_axes
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.cache import Cache, Slots, make_cache, make_slots
+from sparrow_jax.rollout.compaction import move_sequences
 from sparrow_jax.rollout.decode import SamplerStatics, decode_segment, prefill
 from sparrow_jax.rollout.fused_step import why_unfused
 from sparrow_jax.rollout.harvest import cut_row
@@ -166,12 +167,25 @@ class SamplerFunctions:
         build = lambda: self._sharded(functools.partial(prefill, self.graphdef, statics), (SHARDED, WHOLE))
         return self._once(('prefill', statics), build)
 
-    def segment(self, sampling: Sampling) -> Callable:
-        """(weights, cache, slots, values) -> cache, slots."""
-        statics = self.variant(sampling)
-        function = functools.partial(decode_segment, self.graphdef, statics, self.layout.segment_steps)
+    def segment(self, sampling: Sampling, width: int = 0) -> Callable:
+        """(weights, cache, slots, values) -> cache, slots; of the first `width` slots of each shard, 0: of all."""
+        statics, width = self.variant(sampling), width or self.layout.slots
+        function = functools.partial(decode_segment, self.graphdef, statics, self.layout.segment_steps, width)
         build = lambda: self._sharded(function, (WHOLE,), compiler_options=self.compiler_options(statics))
-        return self._once(('segment', statics), build)
+        return self._once(('segment', statics, width), build)
+
+    def move(self) -> Callable:
+        """(landmarks, slots, source_M, target_M) -> landmarks, slots: `compaction.move_sequences` on every shard."""
+
+        def build() -> Callable:
+            cache, slots = self.shardings()
+            return jax.jit(
+                self.mapped(move_sequences, (SHARDED,) * 4, (SHARDED,) * 2),
+                donate_argnums=(0, 1),
+                out_shardings=(cache.landmarks, slots),
+            )
+
+        return self._once(('move',), build)
 
     def measure(self, sampling: Sampling, control: Control, most_budget_Z: np.ndarray) -> Callable:
         """(weights, cache, slots, controller, temperature) -> cache, slots, controller."""

@@ -127,6 +127,14 @@ class Pool:
             cache.extend(free.pop() for _ in range(more))
         return True
 
+    def move(self, slot: int, target: int) -> Row:
+        """Gives a running row another, free slot of its shard; returns the row as it is now."""
+        shard = slot // self.slots_per_shard
+        self.free_slots[shard].remove(target)
+        self.free_slots[shard].insert(0, slot)  # the last to be given out
+        row = self.running[target] = dataclasses.replace(self.running.pop(slot), slot=target)
+        return row
+
     def is_probe(self, slot: int) -> bool:
         return slot % self.slots_per_shard < self.probes
 

@@ -7,7 +7,7 @@ device, and reports how long the sequences have become.
 
 import dataclasses
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -125,6 +125,30 @@ class Scheduler:
             if not any(groups):
                 return
             yield groups
+
+    @property
+    def slots_needed(self) -> int:
+        """Of every shard, for what runs: its probes, which keep their slots, and others."""
+        others = Counter(slot // self.layout.slots for slot in self.pool.running if not self.pool.is_probe(slot))
+        return self.layout.probes + max(others.values(), default=0)
+
+    def compact(self, width: int) -> list[list[tuple[int, int]]]:
+        """Moves what runs behind the first `width` slots of a shard to free ones before; at least `slots_needed`.
+
+        Returns:
+            Of every shard (slot, where it goes on), counted within the shard.
+        """
+        moves: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.shards)]
+        for slot in sorted(self.pool.running):
+            shard, place = divmod(slot, self.layout.slots)
+            if place < width:
+                continue
+            first = shard * self.layout.slots
+            free = self.pool.free_slots[shard]
+            target = min(s for s in free if first + self.layout.probes <= s < first + width)
+            self._write_tables(self.pool.move(slot, target))
+            moves[shard].append((place, target - first))
+        return moves
 
     def advance(self, count_B: np.ndarray) -> None:
         """Takes note of the response tokens of every slot; the newest of them is not cached yet."""

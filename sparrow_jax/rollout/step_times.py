@@ -161,7 +161,7 @@ class StepParts:
         select_s = 0.0
         if self.sparse_layers:
             choose = (query, [cache.landmarks[layer] for layer in self.sparse_layers], table_BN, length_B, budget_B)
-            first_BK = self._placed(np.zeros((B, self.statics.heads.cache_heads), np.int32))
+            first_BK = self._by_head(np.zeros((B, self.statics.heads.cache_heads), np.int32))
             select_s = self._seconds('select', self._select, choose, first_BK)
         attend = (cache.pages, cache.landmarks, table_BN, length_B, budget_B)
         specs = (CACHE.pages, CACHE.landmarks, SHARDED, SHARDED, SHARDED)
@@ -177,7 +177,7 @@ class StepParts:
         shape, dtype = self.engine.shape, self.engine.dtype
         B, start = self.engine.rollout.slots, segment_start(cached_tokens, self.engine.rollout.segment_steps)
         token_B = lambda: self._integers(1)
-        rows = lambda: self._placed(np.zeros((B, 1, shape.kv_heads, shape.head_dim), dtype))
+        rows = lambda: self._by_head(np.zeros((B, 1, shape.kv_heads, shape.head_dim), dtype), axis=2)
         kept = [] if self.statics.fused else [(rows(), rows()) for _ in range(shape.layers)]
         hidden_BD = self._random((B, shape.d_model))
         carry = (token_B(), self._placed(np.zeros(B, np.float32)))
@@ -287,12 +287,12 @@ class StepParts:
         def loop(fixed: tuple, carry: State) -> State:
             return lax.fori_loop(0, steps, lambda turn, carry: step(turn, carry, *fixed), carry)
 
-        carry_spec, out = (CACHE, self.engine.functions.shardings()[0]) if isinstance(carry, Cache) else (SHARDED, None)
+        carry_spec = CACHE if isinstance(carry, Cache) else SHARDED
         if name not in self._graphs:
             self._graphs[name] = jax.jit(
                 self.engine.functions.mapped(loop, (specs, carry_spec), carry_spec),
                 donate_argnums=1,
-                out_shardings=out or NamedSharding(self.engine.mesh, SHARDED),
+                out_shardings=jax.tree.map(lambda array: array.sharding, carry),  # it goes in again
                 compiler_options=self.engine.functions.compiler_options(self.statics),
             )
         seconds, carry = median_seconds(lambda carry: self._graphs[name](fixed, carry), carry)
@@ -307,7 +307,8 @@ class StepParts:
 
     def _queries(self) -> jax.Array:
         shape = self.engine.shape
-        return self._random((self.engine.rollout.slots, 1, shape.query_heads, shape.head_dim))
+        size = (self.engine.rollout.slots, 1, shape.query_heads, shape.head_dim)
+        return self._by_head(np.random.default_rng(0).standard_normal(size).astype(self.engine.dtype), axis=2)
 
     def _random(self, size: tuple[int, ...]) -> jax.Array:
         return self._placed(np.random.default_rng(0).standard_normal(size).astype(self.engine.dtype))
@@ -317,6 +318,12 @@ class StepParts:
 
     def _placed(self, array: Any) -> jax.Array:
         return _placed(self.engine, array)
+
+    def _by_head(self, array: Any, axis: int = 1) -> jax.Array:
+        """Split over the slots and, along `axis`, over tensor shards, as the products with weights leave it."""
+        heads = 'tensor' if array.shape[axis] % self.engine.mesh.shape['tensor'] == 0 else None
+        between = [None] * (axis - 1)
+        return place(array, NamedSharding(self.engine.mesh, PartitionSpec(*SHARDED, *between, heads)))
 
 
 def _placed(engine: Engine, array: Any) -> jax.Array:

@@ -31,5 +31,5 @@ def small_pool(model):
     segment = engine.functions.segment(sampling).lower(
         sampler.weights, *engine.functions.fresh(False)(), engine.values(sampling)
     )
-    engine.functions.compiled['segment', engine.functions.variant(sampling)] = segment.compile()
+    engine.functions.compiled['segment', engine.functions.variant(sampling), engine.layout.slots] = segment.compile()
     return sampler

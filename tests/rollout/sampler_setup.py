@@ -78,6 +78,7 @@ def rollout_config(**changes) -> RolloutConfig:
         'pool_pages': 0,
         'segment_steps': 8,
         'prefill_rows': 2,
+        'halvings': 0,
     }
     return dataclasses.replace(resolve(config).rollout, **defaults | changes)
 

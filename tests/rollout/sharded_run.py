@@ -22,7 +22,7 @@ MESHES = {'data': (4, 1, 1), 'tensor': (1, 1, 4), 'both': (2, 1, 2)}  # (data, f
 
 
 def run(mesh: tuple[int, int, int]) -> dict:
-    sampler = Sampler(make_model(), mesh=mesh, slots=8)
+    sampler = Sampler(make_model(), mesh=mesh, slots=8, halvings=1)
     with CompileCounter() as counter:
         sampler.engine.warm_up(sampler.weights, [Sampling(1.0)])
         counter.warmed_up()

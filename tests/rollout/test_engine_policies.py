@@ -32,8 +32,8 @@ def watched(model):
     def watch(name):
         make = getattr(sampler.engine.functions, name)
 
-        def made(sampling):
-            function = make(sampling)
+        def made(*which):
+            function = make(*which)
 
             def call(*args):
                 cache, slots = function(*args)

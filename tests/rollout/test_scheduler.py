@@ -46,6 +46,7 @@ def simulate(lengths, layout=LAYOUT):
                 for table, place, pages in tables_of(scheduler, row, *device):
                     table[place] = 0  # prefill writes whole rows
                     table[place, : len(pages)] = pages
+        compact(scheduler, count_B)
         if scheduler.tables_changed:
             device = scheduler.table_BN.copy(), scheduler.probe_table_PN.copy()
             scheduler.tables_changed = False
@@ -59,6 +60,25 @@ def simulate(lengths, layout=LAYOUT):
                 scheduler.pool.release(slot)
                 events.append(('ends', row.index))
     raise AssertionError(f'it goes on for ever: {events[-20:]}')
+
+
+def compact(scheduler, count_B):
+    """To as few slots as can be; probes stay, and nothing moves onto another."""
+    layout, before = scheduler.layout, dict(scheduler.pool.running)
+    width = scheduler.slots_needed
+    for shard, pairs in enumerate(scheduler.compact(width)):
+        for source, target in pairs:
+            source, target = shard * layout.slots + source, shard * layout.slots + target
+            assert target not in before
+            assert not scheduler.pool.is_probe(source)
+            assert not scheduler.pool.is_probe(target)
+            assert scheduler.pool.running[target].index == before.pop(source).index
+            count_B[target] = count_B[source]
+    running = scheduler.pool.running
+    assert {slot: running[slot].index for slot in before} == {slot: row.index for slot, row in before.items()}
+    assert all(slot % layout.slots < width and row.slot == slot for slot, row in running.items())
+    free = [slot for slots in scheduler.pool.free_slots for slot in slots]
+    assert sorted([*running, *free]) == list(range(layout.shards * layout.slots))
 
 
 def tables_of(scheduler, row, table_BN, probe_table_PN):

@@ -24,6 +24,7 @@ ROLLOUT = RolloutConfig(
     temperature=1.0,
     segment_steps=1,
     prefill_rows=1,
+    halvings=0,
     kernels='auto',
 )
 WHOLE_NUMBERS = ('bin_width_tokens', 'reserved_first_pages', 'reserved_last_pages')
