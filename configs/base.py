@@ -102,7 +102,8 @@ def get_config() -> ConfigDict:
     c.rollout.kernels = 'auto'
 
     c.schedule = ConfigDict()
-    c.schedule.kind = 'fixed'  # 'dense', 'fixed', 'published', 'file', or 'adaptive': budgets follow the measured p05
+    # 'adaptive': budgets follow the measured p05; or 'dense', 'fixed', 'published', 'file'.
+    c.schedule.kind = 'adaptive'
     c.schedule.start = 'fixed'  # 'adaptive': which of the others it starts from
     c.schedule.budget_pages = 64  # 'fixed': top-k pages at every length, reserved pages not counted
     c.schedule.model = ''  # 'published': 'qwen3-1.7b', 'qwen3-4b' or 'qwen3-8b' (14B: as the paper, see its config)
@@ -292,6 +293,7 @@ def smoke(config: ConfigDict) -> None:
     c.rollout.halvings = min(c.rollout.halvings, 1)
 
     c.schedule.kind = c.schedule.start = 'fixed'
+    c.controller.least_pages, c.controller.most_pages = 1, 0
     c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10  # for an adaptive schedule
     c.schedule.budget_pages = 2
     c.schedule.path = ''

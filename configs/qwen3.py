@@ -20,6 +20,7 @@ def math_rl(
     tie_embeddings: bool,
     slots: int,
     rows: int = 1,
+    most_pages: int = 1021,
 ) -> ConfigDict:
     """Math RL of one Qwen3 model on Polaris-53K; unlocked.
 
@@ -29,6 +30,8 @@ def math_rl(
         are common to all.
         slots: sequences that decode together, over all devices.
         rows: of one learner pass, over all devices; each is one sequence of up to 39,936 tokens.
+        most_pages: of a budget, some twice the largest of the table; kernels are laid out for these and the 3 reserved
+        ones, in blocks of 512.
     """
     c = base.get_config()
     c.steps = 400
@@ -58,9 +61,10 @@ def math_rl(
     c.rollout.pool_pages = 0  # what the other parts leave of the memory
     c.rollout.temperature = 1.0
 
-    c.schedule.kind = 'published'
+    c.schedule.start = 'published'
     c.schedule.model = f'qwen3-{size.lower()}'
-    c.schedule.target_p05 = 0.86
+    c.schedule.target_p05 = c.controller.target_p05 = 0.86
+    c.controller.most_pages = most_pages
 
     c.learner.advantage = 'grpo'
     c.learner.rows_per_microbatch = rows

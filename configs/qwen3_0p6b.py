@@ -25,9 +25,10 @@ def get_config(arg: str = '') -> ConfigDict:
         query_heads=16,
         d_ff=3072,
         tie_embeddings=True,
+        most_pages=509,
         slots=32,
     )
-    c.schedule.kind = 'fixed'
+    c.schedule.start = 'fixed'
     # No schedule was published for this size. 253 pages, 4,048 tokens, is what the 1.7B table reads at its longest
     # lengths: a guess.
     c.schedule.budget_pages = 253

@@ -24,6 +24,7 @@ def get_config(arg: str = '') -> ConfigDict:
         query_heads=40,
         d_ff=17408,
         tie_embeddings=False,
+        most_pages=1789,
         slots=64,
         rows=8,
     )

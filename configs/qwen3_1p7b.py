@@ -25,6 +25,7 @@ def get_config(arg: str = '') -> ConfigDict:
         query_heads=16,
         d_ff=6144,
         tie_embeddings=True,
+        most_pages=509,
         slots=32,
     )
     return base.finish(c, arg, 'qwen3_1p7b.py')

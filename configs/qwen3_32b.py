@@ -25,10 +25,11 @@ def get_config(arg: str = '') -> ConfigDict:
         query_heads=64,
         d_ff=25600,
         tie_embeddings=False,
+        most_pages=1789,
         slots=64,
         rows=8,
     )
-    c.schedule.kind = 'fixed'
+    c.schedule.start = 'fixed'
     # No schedule was published for this size. 893 pages, 14,288 tokens, is what the 14B table reads at its longest
     # lengths: a guess.
     c.schedule.budget_pages = 893

@@ -43,8 +43,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.max_response_tokens = 256
     c.rollout.page_tokens = 8  # a prompt and its answer fill some 33 pages
 
-    c.schedule.kind = 'fixed'
-    c.schedule.budget_pages = 16  # with the reserved ones 19
+    c.schedule.budget_pages = 16  # with the reserved ones 19; from there it follows what it measures
     c.mismatch.bin_width_tokens = 128
 
     c.learner.rows_per_microbatch = 32

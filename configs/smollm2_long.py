@@ -23,7 +23,6 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.segment_steps = 128  # so often budgets can move
     c.rollout.prefill_rows = 32
 
-    c.schedule.kind = 'adaptive'
     c.schedule.budget_pages = 32  # what it starts with, at every length
     c.mismatch.bin_width_tokens = 512
     c.mismatch.min_count = 2000  # in the first bin lie 280 tokens of each sequence, 18,000 in all

@@ -49,9 +49,11 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.segment_steps = 32
     c.rollout.halvings = 0  # responses end together, and each further width compiles for seconds
 
-    c.schedule.budget_pages = (
-        3  # with the reserved ones 7 of up to 35 pages: 0.57 of a dense rollout's KV reads, less as answers grow
-    )
+    # p05 is 1 at any budget, so that budgets fall to their least: with the reserved pages 7 of up to 35, 0.57 of what a
+    # dense rollout reads, less as answers grow. What fewer would cost shows in alpha_p01 and in rewards, not in p05.
+    c.schedule.budget_pages = 6
+    c.controller.least_pages = 3
+    c.controller.min_count, c.controller.urgent_count = 200, 50  # of 800 tokens that four probes give in a step
     c.schedule.reserved_last_pages = 3  # 17 tokens at least: the line above the current one is always read
     c.schedule.dense_layers = (0,)
 
@@ -106,7 +108,7 @@ def smoke(c: ConfigDict) -> None:
     c.rollout.slots = 4
     c.rollout.max_response_tokens = 64
     c.rollout.segment_steps = 16
-    c.schedule.budget_pages = 2
+    c.schedule.budget_pages, c.controller.least_pages = 2, 1
     c.controller.probes, c.controller.min_count, c.controller.urgent_count = 1, 40, 10
     c.mismatch.min_count = 1
     c.mismatch.floor_every_steps = 1

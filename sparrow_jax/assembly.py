@@ -90,7 +90,7 @@ class Frame:
             self.schedule,
             end_ids,
             self.run.model.compute_dtype,
-            _probing(self.run.controller, self.schedule) if trains else None,
+            probing_of(self.run.controller, self.schedule) if trains else None,
             may_widen=trains and self.run.guard.action == 'widen',
         )
 
@@ -181,7 +181,7 @@ def assemble(run: RunConfig, *, trains: bool = True, samples: bool = True) -> Pa
     return Parts.make(run, mesh, shape, schedule, encoder=encoder, memory_bytes=parts)
 
 
-def _probing(config: ControllerConfig, schedule: Schedule) -> Probing | None:
+def probing_of(config: ControllerConfig, schedule: Schedule) -> Probing | None:
     """What an adaptive schedule measures; None for the others."""
     if schedule.kind != 'adaptive':
         return None

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.bench import CEILING, LEAST_BANDWIDTH, read_bandwidth
 from sparrow_jax import memory
-from sparrow_jax.assembly import model_shape
+from sparrow_jax.assembly import model_shape, probing_of
 from sparrow_jax.config import RolloutConfig, RunConfig
 from sparrow_jax.console import Console
 from sparrow_jax.models.decoder import abstract_decoder, init_decoder
@@ -24,6 +24,7 @@ from sparrow_jax.rollout.engine import Engine
 from sparrow_jax.sparsity.schedules import EVERY_PAGE, Schedule, load_schedule
 
 GIGABYTES, CPU_GIGABYTES = 8, 1e-4  # read to measure the bandwidth; on a CPU it means nothing
+NEVER = 1 << 30  # tokens of a length bin: no rollout measures as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,11 @@ class Setup:
         return abstract_decoder(self.shape, param_dtype=self.dtype, compute_dtype=self.dtype)[0]
 
     def engine(self, rollout: RolloutConfig, schedule: Schedule) -> Engine:
-        """Its sequences end at their limits only."""
+        """Its sequences end at their limits only; under an adaptive schedule it has probes, and budgets never move."""
         never = self.shape.vocab_size  # as end token: it is never drawn
-        return Engine(self.graphdef, self.shape, self.mesh, rollout, schedule, (never,), self.dtype.name)
+        held = dataclasses.replace(self.run.controller, min_count=NEVER, urgent_count=NEVER)
+        probing = probing_of(held, schedule)
+        return Engine(self.graphdef, self.shape, self.mesh, rollout, schedule, (never,), self.dtype.name, probing)
 
     def random_weights(self, engine: Engine) -> nnx.State:
         """In the compute dtype, made where the sampler wants them."""

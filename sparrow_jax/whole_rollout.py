@@ -9,6 +9,9 @@ file's order and learns of an end when it comes. Prompts are random; lengths of 
 
 The roofline is the time of reading all bytes once (`step_reads.rollout_reads`) at the bandwidth that attention reads
 reach. The clock starts after everything is compiled and stops when all responses are on the host.
+
+Under an adaptive schedule the probes are followed as in training, and budgets stay those of the start: what random
+weights would make of them says nothing.
 """
 
 import dataclasses
@@ -179,14 +182,15 @@ def measure(
     with CompileCounter() as compiles:
         compiles.warmed_up()
         occupancy.began = time.perf_counter()
-        responses = engine.generate(
-            weights,
-            requests,
-            run_key=jax.random.key(setup.run.seed),
-            step=0,
-            sampling=sampling,
-            on_progress=on_progress,
-        )
+        settings: dict[str, Any] = {'step': 0, 'sampling': sampling, 'on_progress': on_progress}
+        run_key = jax.random.key(setup.run.seed)
+        probes: dict[str, Any] = {}
+        if engine.probing:
+            start = engine.start_controller()
+            responses, adapted = engine.generate_adaptively(weights, requests, start, run_key=run_key, **settings)
+            probes = {'probes': engine.probes, 'probe_s': adapted.probe_s}
+        else:
+            responses = engine.generate(weights, requests, run_key=run_key, **settings)
         seconds = time.perf_counter() - occupancy.began
         late = list(compiles.late)
     drawn = tuple(len(response.tokens) for response in responses)
@@ -204,6 +208,7 @@ def measure(
         'decode_s': seconds - last.prefill_s,
         'steps': len(occupancy.rows) * engine.rollout.segment_steps,
         'parks': last.parks,
+        **probes,
         'occupancy': occupancy.series(),
     }
 
@@ -268,11 +273,10 @@ def _schedule(setup: Setup, modes: tuple[str, ...]) -> Schedule:
         raise ConfigError(f'--modes={",".join(modes)}: a whole rollout is of one sampler; give dense or sparse')
     if modes == ('dense',):
         return dense_schedule(setup.schedule)
-    if setup.schedule.kind in ('dense', 'adaptive'):
-        raise ConfigError(
-            f'schedule.kind={setup.schedule.kind!r}: --modes=sparse needs fixed budgets here; '
-            'set it to published, fixed or file'
-        )
+    if setup.schedule.kind == 'dense':
+        raise ConfigError(f'schedule.kind={setup.schedule.kind!r}: --modes=sparse needs another schedule')
+    if setup.schedule.kind == 'adaptive' and not setup.run.rollout.pool_pages:
+        raise ConfigError('rollout.pool_pages=0: with probes, which need pages of their own, set a number here')
     return setup.schedule
 
 
@@ -336,6 +340,13 @@ def _roofline(reads: RolloutReads) -> dict[str, Any]:
     }
 
 
+def _shown_probes(figures: Mapping[str, Any]) -> dict[str, str]:
+    if 'probe_s' not in figures:
+        return {}
+    share = figures['probe_s'] / figures['seconds']
+    return {'probes': f'{figures["probes"]}, {figures["probe_s"]:.1f} s, {share:.1%} of the time'}
+
+
 def _shown(figures: Mapping[str, Any], out: Path) -> dict[str, str]:
     seconds, roofline_s = figures['seconds'], figures['roofline_s']
     facts = {
@@ -343,6 +354,7 @@ def _shown(figures: Mapping[str, Any], out: Path) -> dict[str, str]:
         'roofline': f'{roofline_s:,.4g} s, of which this is {figures["fraction_of_roofline"]:.1%}',
         'parts': f'prefill {figures["prefill_s"]:.1f} s, decode {figures["decode_s"]:,.1f} s; '
         f'compiled before, in {figures["compile_s"]:.1f} s',
+        **_shown_probes(figures),
         'steps': f'{figures["steps"]:,}, at best {figures["roofline"]["steps"]:,}',
         'parked': f'{figures["parks"]} times',
     }

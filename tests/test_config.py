@@ -75,7 +75,7 @@ def test_derived_sizes():
         ('schedule.dense_layers', (0, -1), 'layer numbers start at 0'),
         ('schedule.budget_pages', 0, 'must be at least 1'),
         ('mismatch.every_steps', -1, 'must not be negative'),
-        ('mismatch.bin_width_tokens', 0, 'must be positive'),
+        ('mismatch.bin_width_tokens', 0, 'a length bin of an adaptive schedule holds at least a page'),
         ('mismatch.min_count', 0, 'must be positive'),
         ('mismatch.floor_every_steps', -1, 'must not be negative'),
         ('mismatch.floor_sequences', 0, 'must be positive'),

@@ -127,6 +127,15 @@ def test_both_samplers_on_a_cpu(lengths, tmp_path, capsys):
         assert all(a <= b for a, b in itertools.pairwise(series['time_s']))
         for suffix in ('.png', '.svg'):
             assert file.with_suffix(suffix).stat().st_size > 1000
+    held = tmp_path / 'held.json'
+    kind, pool = '--config.schedule.kind=adaptive', '--config.rollout.pool_pages=24'
+    assert call(SMOKE, kind, *sizes, pool, '--modes=sparse', f'--out={held}') == 0
+    adaptive, fixed = (json.loads(file.read_text()) for file in (held, sparse))
+    assert adaptive['compiled_late'] == []
+    assert adaptive['probes'] == 1
+    assert 0 < adaptive['probe_s'] < adaptive['seconds']
+    assert adaptive['roofline_s'] == fixed['roofline_s'], 'budgets that moved'
+    assert 'probe_s' not in fixed
     beside = json.loads(sparse.read_text())['beside']
     seconds = [json.loads(file.read_text())['seconds'] for file in (dense, sparse)]
     assert beside['speedup'] == pytest.approx(seconds[0] / seconds[1])
@@ -225,8 +234,8 @@ MISTAKES = {
     ('--modes=dense,sparse',): '--modes=dense,sparse: a whole rollout is of one sampler',
     ('--cached_tokens=64',): '--cached_tokens=64: is for single steps',
     ('--pages_read=4',): '--pages_read=4: is for single steps',
-    ('--modes=sparse', '--config.schedule.kind=dense'): "schedule.kind='dense': --modes=sparse needs fixed budgets",
-    ('--modes=sparse', '--config.schedule.kind=adaptive'): "schedule.kind='adaptive': --modes=sparse needs fixed",
+    ('--modes=sparse', '--config.schedule.kind=dense'): "schedule.kind='dense': --modes=sparse needs another schedule",
+    ('--modes=sparse', '--config.schedule.kind=adaptive'): 'rollout.pool_pages=0: with probes, which need pages',
     ('--beside={tmp}/none.json',): '--beside={tmp}/none.json: no such file',
     ('--beside={tmp}/same.json',): '--beside={tmp}/same.json: is of the dense sampler, too',
     ('--beside={tmp}/longer.json',): '--beside={tmp}/longer.json: was measured with other lengths',

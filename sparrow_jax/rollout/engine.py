@@ -168,7 +168,16 @@ class Engine:
             samples=self.samples_per_row,
         )
         self.functions = SamplerFunctions(
-            graphdef, shape, mesh, rollout, self.layout, schedule, end_ids, self.dtype, may_widen
+            graphdef,
+            shape,
+            mesh,
+            rollout,
+            self.layout,
+            schedule,
+            end_ids,
+            self.dtype,
+            may_widen,
+            probing.most_pages if probing else 0,
         )
         self.kernels, self.why_kernels = self.functions.statics.kernels, self.functions.why_kernels
 

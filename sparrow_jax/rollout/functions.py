@@ -67,6 +67,7 @@ class SamplerFunctions:
         end_ids: tokens that end a response.
         dtype: of cache and activations.
         may_widen: whether sparse layers may come to read more pages than `schedule` says.
+        most_budget: pages that an adaptive schedule keeps to; 0: as many as a sequence has.
 
     Raises:
         ConfigError: kernels that do not take such a cache, or that this machine does not run.
@@ -89,6 +90,7 @@ class SamplerFunctions:
         end_ids: Sequence[int],
         dtype: np.dtype,
         may_widen: bool,
+        most_budget: int = 0,
     ):
         self.graphdef, self.shape, self.mesh = graphdef, shape, mesh
         self.rollout, self.layout, self.dtype = rollout, layout, dtype
@@ -99,7 +101,7 @@ class SamplerFunctions:
         pages = layout.pages_per_sequence
         self.statics = SamplerStatics(
             page_tokens=layout.page_tokens,
-            max_pages=pages if may_widen else schedule.most_pages(pages),
+            max_pages=pages if may_widen else schedule.most_pages(pages, most_budget),
             reserved_first=schedule.reserved_first,
             reserved_last=schedule.reserved_last,
             bin_width_tokens=schedule.bin_width_tokens,

@@ -62,10 +62,13 @@ class Schedule:
     def reserved_pages(self) -> int:
         return self.reserved_first + self.reserved_last
 
-    def most_pages(self, pages_per_sequence: int) -> int:
-        """M: the most pages that one sequence of at most `pages_per_sequence` pages reads in a sparse layer."""
+    def most_pages(self, pages_per_sequence: int, most_budget: int = 0) -> int:
+        """M: the most pages that one sequence of at most `pages_per_sequence` pages reads in a sparse layer.
+
+        most_budget: of an adaptive schedule; 0: as many as a sequence has.
+        """
         if self.kind == 'adaptive':
-            return pages_per_sequence
+            return min(pages_per_sequence, most_budget + self.reserved_pages) if most_budget else pages_per_sequence
         bins = -(-pages_per_sequence * self.page_tokens // self.bin_width_tokens)
         return min(pages_per_sequence, max(self.budget_pages[: max(bins, 1)]) + self.reserved_pages)
 
