@@ -30,5 +30,5 @@ def read_object(file: Path, named: str = '') -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """A value made of what JSON can hold and NumPy's numbers, null in the place of NaN and infinities, which it lacks."""
+    """A value of what JSON can hold and NumPy's numbers, with null for NaN and infinities, which JSON lacks."""
     return json.loads(json.dumps(value, default=lambda one: one.item()), parse_constant=lambda _: None)

@@ -3,16 +3,25 @@
 Pictures of how alpha behaves, and which of the paper's statements hold for it, from finished files alone: folders of
 calibrations (with their `measured/`), of training runs at fixed budgets, and the JSON file of a closed loop. Writes
 
-    skew.png               distribution of 1 - alpha at every budget; mean and p05 over the budgets
-    by_length.png          p05 by cached length, with the floor
-    training.png           p05 over the steps of a run
-    page_sizes.png         p05 against the share of the cache read, for each page size
+    skew.png
+               distribution of 1 - alpha at every budget; mean and p05 over the budgets
+    by_length.png
+          p05 by cached length, with the floor
+    training.png
+           p05 over the steps of a run
+    page_sizes.png
+         p05 against the share of the cache read, for each page size
     budget_by_length.png   budgets that hold a target, with a power law
-    top20.png              exact alpha beside the estimate from 20 tokens
-    policies.png           what each selection policy reads at the same p05
-    floor.png              what numbers alone cost
-    *.json                 every number of the picture of that name
-    summary.md             the paper's statements, each with the rule by which it is judged
+    top20.png
+              exact alpha beside the estimate from 20 tokens
+    policies.png
+           what each selection policy reads at the same p05
+    floor.png
+              what numbers alone cost
+    *.json
+                 every number of the picture of that name
+    summary.md
+             the paper's statements, each with the rule by which it is judged
 
 A picture whose input is not there is left out, and the console says why.
 """

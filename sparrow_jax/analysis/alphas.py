@@ -26,13 +26,7 @@ def skew(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
     if source.every_page:
         rows.append(_skew_of(source.every_page))
     swept = source.main_group
-    spans = {
-        name: max(values) - min(values)
-        for name, values in (
-            ('mean', [s.all.alpha.mean[0] for s in swept]),
-            ('p05', [s.all.alpha.p05[0] for s in swept]),
-        )
-    }
+    spans = {name: float(np.ptp([getattr(s.all.alpha, name)[0] for s in swept])) for name in ('mean', 'p05')}
     return {
         **_which(source),
         'gap_edges': gap_edges()[::SHOWN_CELLS].tolist(),
@@ -44,7 +38,7 @@ def skew(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
 
 def by_length(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
     """p05 by cached length at every budget, and how strongly alpha and p05 hang on length."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for swept in [*source.main_group, *filter(None, [source.every_page])]:
         tokens = source.tokens(swept)
         lines.append(
@@ -55,9 +49,8 @@ def by_length(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
             }
         )
     sparse = [line for line in lines if line['budget_tokens']]
-    pairs = [
-        (source.lengths[b['bin']], b['p05'][0]) for line in sparse for b in line['bins'] if b['bin'] in source.lengths
-    ]
+    bins = [b for line in sparse for b in line['bins'] if b['bin'] in source.lengths]
+    pairs = [(source.lengths[b['bin']], b['p05'][0]) for b in bins]
     pooled = [source.tokens(swept) for swept in source.main_group]
     return {
         **_which(source),
@@ -76,18 +69,14 @@ def top20(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
     """Exact alpha beside the estimate from 20 tokens: over budgets, by length, and at given exact alphas."""
     del targets
     group = source.main_group
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             'budget_tokens': swept.point.budget_tokens,
-            **{
-                f'{kind}_{name}': getattr(getattr(swept.all, kind), name)
-                for kind in ('alpha', 'top20')
-                for name in ('p05', 'mean')
-            },
-            'p05_difference_by_bin': [
-                {'bin': z, 'length': source.lengths.get(z), 'difference': part.alpha.p05[0] - part.top20.p05[0]}
-                for z, part in swept.bins.items()
-            ],
+            'alpha_p05': swept.all.alpha.p05,
+            'alpha_mean': swept.all.alpha.mean,
+            'top20_p05': swept.all.top20.p05,
+            'top20_mean': swept.all.top20.mean,
+            'p05_difference_by_bin': _differences(source, swept.bins),
         }
         for swept in group
     ]
@@ -101,10 +90,7 @@ def top20(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
             'top20_p05': whole.top20.p05,
             'first_bin_alpha_p05': bins[min(bins)].alpha.p05 if bins else None,
             'first_bin_top20_p05': bins[min(bins)].top20.p05 if bins else None,
-            'p05_difference_by_bin': [
-                {'bin': z, 'length': source.lengths.get(z), 'difference': part.alpha.p05[0] - part.top20.p05[0]}
-                for z, part in bins.items()
-            ],
+            'p05_difference_by_bin': _differences(source, bins),
         }
     p05s = [[row[f'{kind}_p05'][0] for row in rows] for kind in ('alpha', 'top20')]
     return {
@@ -171,6 +157,12 @@ def _tail_variance(counts_X: np.ndarray) -> float:
     edges = gap_edges()
     gap, tail = ((edges[1:] + edges[:-1]) / 2)[CELLS - TAIL_CELLS :], counts_X[CELLS - TAIL_CELLS :]
     return float(np.average((gap - np.average(gap, weights=tail)) ** 2, weights=tail))
+
+
+def _differences(source: Calibration, bins: Mapping[int, Part]) -> list[dict[str, Any]]:
+    """How far the estimate's p05 lies below the exact one."""
+    of = lambda part: part.alpha.p05[0] - part.top20.p05[0]
+    return [{'bin': z, 'length': source.lengths.get(z), 'difference': of(part)} for z, part in bins.items()]
 
 
 def _joint(exact: np.ndarray, estimate: np.ndarray) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """What a target of p05 costs: page sizes, selection policies, and budgets by length.
 
-Between measured budgets p05 is taken to be linear in the logarithm of the cost (`budget_search.crossing`). An interval
-goes from what the upper bounds of p05 would cost to what the lower ones would. All points of a calibration are measured on
-the same sequences, so that intervals which overlap may still be told apart; the reverse does not happen.
+Between measured budgets p05 is taken to be linear in the logarithm of the cost (`budget_search.crossing`). The interval
+of a budget goes from what the upper bounds of p05 would cost to what the lower ones would. Where page sizes or policies
+are compared, intervals come from drawing sequences with replacement: all were measured on the same ones, so that their
+ratios are known better than each by itself.
 """
 
 import itertools
@@ -15,10 +16,13 @@ from scipy import stats
 
 from sparrow_jax.analysis.inputs import Calibration, ClosedLoop, Group, Interval, Lacking, Swept
 from sparrow_jax.sparsity.budget_search import crossing
+from sparrow_jax.sparsity.mismatch import TAIL
 
 NAN = float('nan')
 LEAST_BINS = 3  # that a power law is fitted to
 CERTAIN = 0.95  # of a fit's interval
+DRAWS = 200  # of sequences
+DRAWN = (2.5, 97.5)  # percentiles over them
 
 
 def page_sizes(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
@@ -51,7 +55,9 @@ def policies_of_loop(source: ClosedLoop, targets: Sequence[float]) -> dict[str, 
     return {
         'page_tokens': source.page_tokens,
         'targets': {
-            f'{target:g}': _least({name: [best[target], NAN, NAN] for name, best in source.best.items()})
+            f'{target:g}': _side_by_side(
+                {name: best[target] for name, best in source.best.items()}, dict.fromkeys(source.best)
+            )
             for target in shared
         },
     }
@@ -60,8 +66,8 @@ def policies_of_loop(source: ClosedLoop, targets: Sequence[float]) -> dict[str, 
 def budget_by_length(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
     """The budget that each length needs for each target, with a power law through them.
 
-    budget = factor * length^exponent, least squares in logarithms over the bins whose budget lies between measured ones;
-    and at each length budget ~ (1 - p05)^-eta, between the outermost targets found there.
+    budget = factor * length^exponent, least squares in logarithms over the bins whose budget lies between measured
+    ones; and at each length budget ~ (1 - p05)^-eta, between the outermost targets found there.
     """
     group, lengths = source.main_group, source.lengths
     if len(group) < 2:
@@ -69,7 +75,7 @@ def budget_by_length(source: Calibration, targets: Sequence[float]) -> dict[str,
     budget = lambda swept, _: float(swept.point.budget_tokens)
     found: dict[str, Any] = {}
     for target in targets:
-        rows = []
+        rows: list[dict[str, Any]] = []
         for z in _bins(group):
             value, low, high = at_target(group, z, target, budget)
             rows.append({'bin': z, 'length': lengths[z], 'budget_tokens': [value, low, high], 'why_not': _why(value)})
@@ -105,62 +111,90 @@ def at_target(group: Group, z: int, target: float, cost: Any) -> Interval:
 def _compared(source: Calibration, groups: Mapping[Any, Group], targets: Sequence[float]) -> dict[str, Any]:
     lengths, dense = source.lengths, source.dense_bytes
     share = lambda swept, z: swept.bins[z].bytes / (dense * lengths[z])
-    curves = [
-        {
-            'of': name,
-            'points': [
-                {
-                    'budget_tokens': swept.point.budget_tokens,
-                    'share': swept.share,
-                    'p05': swept.all.alpha.p05,
-                    'bins': [
-                        {
-                            'bin': z,
-                            'from': part.low,
-                            'to': part.high,
-                            'share': share(swept, z),
-                            'bytes': part.bytes,
-                            'p05': part.alpha.p05,
-                        }
-                        for z, part in swept.bins.items()
-                        if z in lengths
-                    ],
-                }
-                for swept in group
-            ],
-        }
-        for name, group in groups.items()
-    ]
+    of_bin = lambda swept, z, part: {
+        'bin': z,
+        'from': part.low,
+        'to': part.high,
+        'share': share(swept, z),
+        'bytes': part.bytes,
+        'p05': part.alpha.p05,
+    }
+    of_point = lambda swept: {
+        'budget_tokens': swept.point.budget_tokens,
+        'share': swept.share,
+        'p05': swept.all.alpha.p05,
+        'bins': [of_bin(swept, z, part) for z, part in swept.bins.items() if z in lengths],
+    }
+    curves = [{'of': name, 'points': list(map(of_point, group))} for name, group in groups.items()]
     found = {}
     bins = [z for z in _bins(source.main_group) if all(z in _bins(group) for group in groups.values())]
+    tails = {name: [_drawn_tails(source, swept, bins) for swept in group] for name, group in groups.items()}
     for target in targets:
-        costs = {name: {z: at_target(group, z, target, share) for z in bins} for name, group in groups.items()}
-        known = [z for z in bins if all(math.isfinite(costs[name][z][0]) for name in groups)]
+        costs = {name: {z: at_target(group, z, target, share)[0] for z in bins} for name, group in groups.items()}
+        known = [z for z in bins if all(math.isfinite(costs[name][z]) for name in groups)]
         # Every bin counts with what a dense sampler reads there.
-        weight = {z: source.main_group[0].bins[z].tokens * lengths[z] for z in known}
-        total = sum(weight.values())
-        whole = {
-            name: [sum(weight[z] * costs[name][z][i] for z in known) / total if known else NAN for i in range(3)]
-            for name in groups
+        weight_Z = np.asarray([source.main_group[0].bins[z].tokens * lengths[z] for z in known])
+        weight_Z = weight_Z / weight_Z.sum() if known else weight_Z
+        value = {name: float(weight_Z @ [costs[name][z] for z in known]) if known else NAN for name in groups}
+        drawn = {
+            name: weight_Z @ [_drawn_costs(group, z, target, share, tails[name]) for z in known] if known else None
+            for name, group in groups.items()
         }
         found[f'{target:g}'] = {
-            **_least(whole),
+            **_side_by_side(value, drawn),
             'bins_counted': known,
-            'bins_in_which_all_or_some_lie_outside_the_measured_budgets': [z for z in bins if z not in known],
-            'least_by_bin': {z: min(groups, key=lambda name: costs[name][z][0]) for z in known},
+            'bins_measured': len(bins),
+            'bins_outside_the_measured_budgets_of_some': [z for z in bins if z not in known],
+            'least_by_bin': {z: min(groups, key=lambda name: costs[name][z]) for z in known},
         }
     return {'curves': curves, 'targets': found}
 
 
-def _least(shares: Mapping[Any, Sequence[float]]) -> dict[str, Any]:
-    """Which reads least, and which others are not certain to read more: intervals that touch, or are unknown."""
-    rows = [{'of': name, 'share': [v if math.isfinite(v) else NAN for v in share]} for name, share in shares.items()]
-    known = sorted((row for row in rows if math.isfinite(row['share'][0])), key=lambda row: row['share'][0])
-    if not known:
-        return {'shares': rows, 'least': None, 'not_told_apart_from_it': []}
-    best, *others = known
-    near = [row['of'] for row in others if not row['share'][1] > best['share'][2]]
-    return {'shares': rows, 'least': best['of'], 'not_told_apart_from_it': near}
+def _drawn_tails(source: Calibration, swept: Swept, bins: Sequence[int]) -> dict[int, np.ndarray]:
+    """p05 of a point in each bin, float [DRAWS], over sequences drawn with replacement: for all points the same."""
+    tokens, width = source.tokens(swept), source.bin_width_tokens
+    ids = np.unique(tokens['sequence'])
+    counts_DS = np.zeros((DRAWS, int(ids.max()) + 1), np.int64)
+    counts_DS[:, ids] = np.random.default_rng(0).multinomial(len(ids), np.full(len(ids), 1 / len(ids)), DRAWS)
+    bin_ = tokens['length'] // width
+    found = {}
+    for z in bins:
+        alpha, sequence = tokens['alpha'][bin_ == z], tokens['sequence'][bin_ == z]
+        order = np.argsort(alpha)
+        below_DN = np.cumsum(counts_DS[:, sequence[order]], axis=1)
+        # The rule "lower", as in `lower_quantile`.
+        first_D = (below_DN > TAIL * (below_DN[:, -1:] - 1)).argmax(axis=1)
+        found[z] = alpha[order][first_D]
+    return found
+
+
+def _drawn_costs(
+    group: Group, z: int, target: float, cost: Any, tails: Sequence[Mapping[int, np.ndarray]]
+) -> list[float]:
+    """What a target costs in a bin, over the draws; the smallest or the largest measured cost where it lies outside."""
+    there = [i for i, swept in enumerate(group) if z in swept.bins]
+    cost_R = np.asarray([cost(group[i], z) for i in there])
+    found = [crossing(cost_R, p05_R, target) for p05_R in np.stack([tails[i][z] for i in there], axis=1)]
+    return [float(cost_R[-1]) if math.isnan(c) else max(c, float(cost_R[0])) for c in found]
+
+
+def _side_by_side(value: Mapping[Any, float], drawn: Mapping[Any, np.ndarray | None]) -> dict[str, Any]:
+    """The share that each reads, and the ratio of every two, with intervals where there are draws."""
+
+    def interval(middle: float, draws: np.ndarray | None) -> Interval:
+        low, high = (NAN, NAN) if draws is None else np.percentile(draws, DRAWN).tolist()
+        return middle, low, high
+
+    def ratio(a: Any, b: Any) -> Interval:
+        of, to = drawn[a], drawn[b]
+        return interval(value[a] / value[b], None if of is None or to is None else of / to)
+
+    pairs = [(a, b) for a, b in itertools.permutations(value, 2) if math.isfinite(value[a] + value[b])]
+    return {
+        'shares': [{'of': name, 'share': interval(value[name], drawn[name])} for name in value],
+        'ratios': [{'of': a, 'to': b, 'ratio': ratio(a, b)} for a, b in pairs],
+        'least': min(value, key=lambda name: value[name]) if pairs else None,
+    }
 
 
 def _power_law(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -179,11 +213,8 @@ def _power_law(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
 def _etas(found: Mapping[str, Any], targets: Sequence[float]) -> list[dict[str, Any]]:
     etas = []
     for rows in zip(*(found[f'{target:g}']['bins'] for target in targets), strict=True):
-        known = [
-            (t, r['budget_tokens'][0])
-            for t, r in zip(targets, rows, strict=True)
-            if math.isfinite(r['budget_tokens'][0])
-        ]
+        budgets = [(target, row['budget_tokens'][0]) for target, row in zip(targets, rows, strict=True)]
+        known = [(target, budget) for target, budget in budgets if math.isfinite(budget)]
         if len(known) > 1:
             (low, small), (high, large) = known[0], known[-1]
             eta = math.log(large / small) / math.log((1 - low) / (1 - high))

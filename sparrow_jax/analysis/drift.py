@@ -23,8 +23,8 @@ _BIN = re.compile(r'sparse/alpha_p05/bin_(\d+)_(\d+)')
 def training(source: Run, targets: Sequence[float]) -> dict[str, Any]:
     """p05 of each length bin over the steps, with the slope of a straight line through it.
 
-    Steps have prompts of their own, so that their errors count as independent. Over B bins a slope's interval is that of
-    1 - 0.05 / B: all of them hold together with 95%.
+    Steps have prompts of their own, so that their errors count as independent. With B bins the interval of a slope is
+    that of 1 - 0.05 / B: all of them hold together with 95%.
 
     Raises:
         Lacking: budgets that moved, a sampler that was trained, too few steps.
@@ -79,9 +79,7 @@ def _slope(steps: np.ndarray, values: np.ndarray, certain: float) -> dict[str, A
 
 
 def _sentence(bins: Sequence[dict[str, Any]], drifting: Sequence[dict[str, Any]]) -> str:
-    said = lambda one: (
-        f'{one["change"][0]:+.3f} ({one["change"][1]:+.3f} to {one["change"][2]:+.3f}) at {one["from"]:,} to {one["to"]:,}'
-    )
+    said = lambda one: '{:+.3f} ({:+.3f} to {:+.3f}) at {:,} to {:,}'.format(*one['change'], one['from'], one['to'])
     if drifting:
         return f'p05 drifts over the run, in {len(drifting)} of {len(bins)} bins: {"; ".join(map(said, drifting))}'
     widest = max(bins, key=lambda one: one['change'][2] - one['change'][1])

@@ -113,13 +113,17 @@ class Calibration:
         """
         return _tokens(self.folder / MEASURED / f'{swept.point.name}.npz', swept.all.tokens)
 
+    @property
+    def bin_width_tokens(self) -> int:
+        part = next(iter(self.main_group[0].bins.values()))
+        return part.high - part.low
+
     @functools.cached_property
     def lengths(self) -> dict[int, float]:
         """Mean cached tokens of each bin that the main group knows."""
-        first, width = self.main_group[0], next(iter(self.main_group[0].bins.values())).high
-        width -= next(iter(self.main_group[0].bins.values())).low
-        length = self.tokens(first)['length']
-        return {z: float(length[length // width == z].mean()) for z in first.bins}
+        length = self.tokens(self.main_group[0])['length']
+        bin_ = length // self.bin_width_tokens
+        return {z: float(length[bin_ == z].mean()) for z in self.main_group[0].bins}
 
     @functools.cached_property
     def dense_bytes(self) -> float:
@@ -132,7 +136,7 @@ class Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class ClosedLoop:
-    """A closed loop's file: `best` is the share of the cache that the best fixed schedule reads, by policy and target."""
+    """A closed loop; `best` is the share of the cache that the best fixed schedule reads, by policy and target."""
 
     name: str
     best: Mapping[str, Mapping[float, float]]

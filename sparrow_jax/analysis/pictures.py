@@ -14,6 +14,8 @@ Found = Mapping[str, Mapping[str, Any]]  # numbers by name of their source
 BAND = 0.15  # opacity of an interval
 TICKS = (1, 2, 3, 5)  # digits of a logarithmic axis of budgets or lengths
 EXACT, ESTIMATE = '#3b6ea8', CHOSEN
+LEAST_MOVE = 0.01  # of p05 over the budgets of a bin, to show it
+HEADROOM = 1.08
 SHOWN_GAP = 1e-5  # of 1 - alpha, from which on it is shown
 MOST_BARS_WIDTH = 0.8  # of the distance between groups of bars
 
@@ -21,11 +23,13 @@ MOST_BARS_WIDTH = 0.8  # of the distance between groups of bars
 def skew(found: Found) -> Figure:
     figure, rows = _grid(found, 2, 'skew of alpha', widths=(3, 2), height=3.7)
     for (name, one), (left, right) in zip(found.items(), rows, strict=True):
-        edges = np.asarray(one['gap_edges'])
+        edges, highest = np.asarray(one['gap_edges']), 0.0
         sparse = [b for b in one['budgets'] if b['budget_tokens']]
         for row, colour in zip(one['budgets'], [*shades(len(sparse)), FAINT], strict=False):
             density = np.asarray(row['share_of_tokens']) / np.diff(np.log10(edges))
-            left.stairs(density, edges, color=colour, linewidth=1.3, label=_budget(row))
+            label = f'{_budget(row)} ({row["share_above_0.999"]:.0%})'
+            left.stairs(density, edges, color=colour, linewidth=1.3, label=label)
+            highest = max(highest, density[edges[:-1] >= SHOWN_GAP].max())
             at = lambda value, density=density, edges=edges: float(
                 density[min(max(int(np.searchsorted(edges, 1 - value)) - 1, 0), len(density) - 1)]
             )
@@ -37,18 +41,18 @@ def skew(found: Found) -> Figure:
             left.plot([], [], marker=mark, color='none', markeredgecolor=INK, linestyle='', label=statistic)
         left.set_xscale('log')
         left.set_xlim(SHOWN_GAP, 1)
-        left.margins(y=0.08)
-        left.set_ylim(bottom=0)
+        left.set_ylim(0, HEADROOM * highest)
         _label(left, f'{name}: {_group(one)}', '1 - alpha', 'share of tokens per decade')
-        left.legend(fontsize=7, frameon=False, title='budget, tokens', title_fontsize=7, loc='upper left')
+        left.legend(
+            fontsize=7, frameon=False, title='budget, tokens\n(alpha above 0.999)', title_fontsize=7, loc='upper left'
+        )
         budgets = [b['budget_tokens'] for b in sparse]
         for statistic, colour in (('mean', FAINT), ('p05', CHOSEN)):
             _band(right, budgets, [b[statistic] for b in sparse], colour, statistic)
         _log(right, budgets)
         span = one['span_over_budgets']
-        _label(
-            right, f'mean moves by {span["mean"]:.2f}, p05 by {span["p05"]:.2f}', 'budget, tokens', 'alpha, all lengths'
-        )
+        moves = f'mean moves by {span["mean"]:.2f}, p05 by {span["p05"]:.2f}'
+        _label(right, moves, 'budget, tokens', 'alpha, all lengths')
         right.legend(fontsize=8, frameon=False, loc='lower right')
     return figure
 
@@ -136,15 +140,8 @@ def budget_by_length(found: Found) -> Figure:
             x = [r['length'] for r in there]
             exponent = at['exponent']
             fitted = '' if exponent[0] is None else ': exponent {:.2f} ({:.2f} to {:.2f})'.format(*exponent)
-            left.plot(
-                x,
-                [r['budget_tokens'][0] for r in there],
-                color=colour,
-                marker='o',
-                markersize=4,
-                linestyle='',
-                label=f'{target}{fitted}',
-            )
+            budgets = [r['budget_tokens'][0] for r in there]
+            left.plot(x, budgets, color=colour, marker='o', markersize=4, linestyle='', label=f'{target}{fitted}')
             for r in there:
                 _, low, high = r['budget_tokens']
                 if low is not None and high is not None:
@@ -158,13 +155,9 @@ def budget_by_length(found: Found) -> Figure:
         _label(left, f'{name}: {_group(one)}', 'cached tokens', 'budget, tokens')
         _below(left, 'target of p05')
         if one['eta']:
-            right.plot(
-                [e['length'] for e in one['eta']],
-                [e['eta'] for e in one['eta']],
-                color=CHOSEN,
-                marker='o',
-                markersize=4,
-            )
+            points = [(e['length'], e['eta']) for e in one['eta']]
+            right.plot(*zip(*points, strict=True), color=CHOSEN, marker='o', markersize=4)
+            right.margins(y=0.15)
             right.set_ylim(bottom=0)
             _label(right, 'budget ~ (1 - p05)^-eta', 'cached tokens', 'eta')
         else:
@@ -217,15 +210,13 @@ def floor(found: Found) -> Figure:
             _band(axis, x, mirrored('top20_p05'), ESTIMATE, f'{kind}, p05 of top 20', style)
         axis.set_yscale('log')
         kind, row = next(iter(one['floors'].items()))
-        _label(axis, f'{name}: p05 of the {kind} is {row["lost_of_p05"]:.3f} below 1', 'cached tokens', '1 - alpha')
+        _label(axis, f'{name}: p05 of the {kind} is {row["lost_of_p05"]:.2g} below 1', 'cached tokens', '1 - alpha')
         _below(axis, None)
     return figure
 
 
 def _cost_curves(found: Found, label: str, title: str) -> Figure:
-    shown = {
-        name: _spread([c for curve in one['curves'] for c in curve['points'][0]['bins']]) for name, one in found.items()
-    }
+    shown = {name: _spread(_telling(one['curves'])) for name, one in found.items()}
     columns = 1 + max(len(bins) for bins in shown.values())
     figure, rows = _grid(found, columns, title, widths=(1,) * columns, height=3.5)
     for (name, one), axes in zip(found.items(), rows, strict=True):
@@ -247,12 +238,18 @@ def _cost_curves(found: Found, label: str, title: str) -> Figure:
     return figure
 
 
-def _spread(bins: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of a few bins, from first to last."""
-    known = sorted({b['bin'] for b in bins})
-    return (
-        [known[i] for i in sorted({round(x) for x in np.linspace(0, len(known) - 1, MOST_PANELS - 1)})] if known else []
-    )
+def _telling(curves: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of the bins in which p05 moves at all."""
+    bins: dict[int, list[float]] = {}
+    for b in (b for curve in curves for point in curve['points'] for b in point['bins']):
+        bins.setdefault(b['bin'], []).append(b['p05'][0])
+    return sorted(z for z, p05s in bins.items() if np.ptp(p05s) > LEAST_MOVE)
+
+
+def _spread(known: Sequence[int]) -> list[int]:
+    """A few of them, from first to last."""
+    places = {round(x) for x in np.linspace(0, len(known) - 1, MOST_PANELS - 1)} if known else set()
+    return [known[i] for i in sorted(places)]
 
 
 def _grid(found: Found, columns: int, title: str, *, widths: Sequence[float], height: float) -> tuple[Figure, Any]:
@@ -287,13 +284,9 @@ def _plain_style(figure: Figure, axes: Any, title: str) -> None:
         axis.spines[['top', 'right']].set_visible(False)
 
 
-def _band(
-    axis: Any, x: Sequence[float], intervals: Sequence[Sequence[Any]], colour: Any, label: str, style: str = '-'
-) -> None:
+def _band(axis: Any, x: Sequence[float], intervals: Sequence[Any], colour: Any, label: str, style: str = '-') -> None:
     """A line through values, and the interval of each where it is known."""
-    value, low, high = (
-        np.asarray([[math.nan if v is None else v for v in one] for one in intervals], float).reshape(-1, 3).T
-    )
+    value, low, high = np.asarray(intervals, float).reshape(-1, 3).T  # None becomes NaN
     axis.plot(x, value, color=colour, linestyle=style, linewidth=1.5, marker='o', markersize=3, label=label)
     axis.fill_between(x, low, high, color=colour, alpha=BAND, linewidth=0)
 
