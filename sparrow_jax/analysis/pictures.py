@@ -43,9 +43,7 @@ def skew(found: Found) -> Figure:
         left.set_xlim(SHOWN_GAP, 1)
         left.set_ylim(0, HEADROOM * highest)
         _label(left, f'{name}: {_group(one)}', '1 - alpha', 'share of tokens per decade')
-        left.legend(
-            fontsize=7, frameon=False, title='budget, tokens\n(alpha above 0.999)', title_fontsize=7, loc='upper left'
-        )
+        _below(left, 'budget, tokens (share of alphas above 0.999)', columns=5)
         budgets = [b['budget_tokens'] for b in sparse]
         for statistic, colour in (('mean', FAINT), ('p05', CHOSEN)):
             _band(right, budgets, [b[statistic] for b in sparse], colour, statistic)
@@ -119,7 +117,7 @@ def policies(found: Found) -> Figure:
             for at, (value, low, high) in zip(x, shares, strict=True):
                 known = low is not None and high is not None
                 if known:
-                    axis.plot([at, at], [low, high], color=INK, linewidth=1)
+                    axis.plot([at, at], [low, high], color=CHOSEN, linewidth=1.5)
                 axis.text(at, high if known else value, f'{value:.0%}', ha='center', va='bottom', fontsize=7, color=INK)
         axis.set_xticks(range(len(targets)), targets)
         axis.margins(y=0.1)
