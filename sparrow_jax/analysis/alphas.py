@@ -127,7 +127,7 @@ def floor(source: Calibration, targets: Sequence[float]) -> dict[str, Any]:
                 for z, part in bins.items()
             ],
         }
-    return {**_which(source), 'dtype_and_device': str(source.facts.get('device', '')), 'floors': found}
+    return {**_which(source), 'device': str(source.facts.get('device', '')), 'floors': found}
 
 
 def share_above(described: Described) -> float:

@@ -67,7 +67,7 @@ def budget_by_length(source: Calibration, targets: Sequence[float]) -> dict[str,
     """The budget that each length needs for each target, with a power law through them.
 
     budget = factor * length^exponent, least squares in logarithms over the bins whose budget lies between measured
-    ones; and at each length budget ~ (1 - p05)^-eta, between the outermost targets found there.
+    ones; and at each length budget ~ (1 - p05)^-eta, between two targets.
     """
     group, lengths = source.main_group, source.lengths
     if len(group) < 2:
@@ -211,14 +211,18 @@ def _power_law(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _etas(found: Mapping[str, Any], targets: Sequence[float]) -> list[dict[str, Any]]:
+    """Between the same two targets at every length: the outermost that lie between measured budgets in enough bins."""
+    budgets = {t: {r['bin']: r['budget_tokens'][0] for r in found[f'{t:g}']['bins']} for t in targets}
+    known = [t for t in targets if sum(map(math.isfinite, budgets[t].values())) >= LEAST_BINS]
+    if len(known) < 2:
+        return []
+    low, high = known[0], known[-1]
     etas = []
-    for rows in zip(*(found[f'{target:g}']['bins'] for target in targets), strict=True):
-        budgets = [(target, row['budget_tokens'][0]) for target, row in zip(targets, rows, strict=True)]
-        known = [(target, budget) for target, budget in budgets if math.isfinite(budget)]
-        if len(known) > 1:
-            (low, small), (high, large) = known[0], known[-1]
+    for row in found[f'{low:g}']['bins']:
+        small, large = budgets[low][row['bin']], budgets[high][row['bin']]
+        if math.isfinite(small) and math.isfinite(large):
             eta = math.log(large / small) / math.log((1 - low) / (1 - high))
-            etas.append({'bin': rows[0]['bin'], 'length': rows[0]['length'], 'eta': eta, 'between': [low, high]})
+            etas.append({'bin': row['bin'], 'length': row['length'], 'eta': eta, 'between': [low, high]})
     return etas
 
 

@@ -157,7 +157,8 @@ def budget_by_length(found: Found) -> Figure:
             right.plot(*zip(*points, strict=True), color=CHOSEN, marker='o', markersize=4)
             right.margins(y=0.15)
             right.set_ylim(bottom=0)
-            _label(right, 'budget ~ (1 - p05)^-eta', 'cached tokens', 'eta')
+            between = 'budget ~ (1 - p05)^-eta, from {:g} to {:g}'.format(*one['eta'][0]['between'])
+            _label(right, between, 'cached tokens', 'eta')
         else:
             right.set_visible(False)
     return figure
