@@ -76,7 +76,7 @@ def budget_by_length(source: Calibration, targets: Sequence[float]) -> dict[str,
     found: dict[str, Any] = {}
     for target in targets:
         rows: list[dict[str, Any]] = []
-        for z in _bins(group):
+        for z in sorted(lengths):
             value, low, high = at_target(group, z, target, budget)
             rows.append({'bin': z, 'length': lengths[z], 'budget_tokens': [value, low, high], 'why_not': _why(value)})
         found[f'{target:g}'] = {'bins': rows, **_power_law([(r['length'], r['budget_tokens'][0]) for r in rows])}
@@ -127,7 +127,7 @@ def _compared(source: Calibration, groups: Mapping[Any, Group], targets: Sequenc
     }
     curves = [{'of': name, 'points': list(map(of_point, group))} for name, group in groups.items()]
     found = {}
-    bins = [z for z in _bins(source.main_group) if all(z in _bins(group) for group in groups.values())]
+    bins = [z for z in lengths if all(any(z in swept.bins for swept in group) for group in groups.values())]
     tails = {name: [_drawn_tails(source, swept, bins) for swept in group] for name, group in groups.items()}
     for target in targets:
         costs = {name: {z: at_target(group, z, target, share)[0] for z in bins} for name, group in groups.items()}
@@ -158,7 +158,7 @@ def _drawn_tails(source: Calibration, swept: Swept, bins: Sequence[int]) -> dict
     counts_DS[:, ids] = np.random.default_rng(0).multinomial(len(ids), np.full(len(ids), 1 / len(ids)), DRAWS)
     bin_ = tokens['length'] // width
     found = {}
-    for z in bins:
+    for z in filter(swept.bins.__contains__, bins):
         alpha, sequence = tokens['alpha'][bin_ == z], tokens['sequence'][bin_ == z]
         order = np.argsort(alpha)
         below_DN = np.cumsum(counts_DS[:, sequence[order]], axis=1)
@@ -230,10 +230,6 @@ def _why(value: float) -> str | None:
     if math.isfinite(value):
         return None
     return 'the largest measured budget misses it' if math.isnan(value) else 'the smallest measured budget reaches it'
-
-
-def _bins(group: Group) -> list[int]:
-    return sorted(set(itertools.chain.from_iterable(swept.bins for swept in group)))
 
 
 def _distinct(source: Calibration, name: str, other: str, value: Any) -> list[Any]:

@@ -232,7 +232,9 @@ def _cost_curves(found: Found, label: str, title: str) -> Figure:
             axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         for axis in axes[1 + len(shown[name]) :]:
             axis.set_visible(False)
-        _label(axes[0], f'{name}: all lengths', 'share of the cache read', 'p05 of alpha')
+        least = ', '.join(f'{t}: {at["least"]}' for t, at in one['targets'].items() if at['least'] is not None)
+        best = f'\nleast read at p05 of {least}' if least else ''
+        _label(axes[0], f'{name}: all lengths{best}', 'share of the cache read', 'p05 of alpha')
         axes[0].legend(fontsize=7, frameon=False, loc='lower right')
     return figure
 

@@ -226,17 +226,27 @@ def test_the_command_draws_everything_that_it_can(tmp_path, capsys):
 
 
 def test_what_is_left_out_is_said(folder, tmp_path, capsys):
-    out = tmp_path / 'out'
-    assert command(f'--calibration={folder}', f'--out={out}') == 0
+    """A calibration of texts, with one page size, one policy, and a point that knows less than the others."""
+    content = json.loads((folder / FILE).read_text()) | {'dense_floor': None}
+    content['points'][2]['bins'][-1]['enough'] = False
+    (tmp_path / FILE).write_text(json.dumps(content))
+    (tmp_path / MEASURED).symlink_to(folder / MEASURED)
+    out, name = tmp_path / 'out', tmp_path.name
+    assert command(f'--calibration={tmp_path}', f'--out={out}') == 0
     said = capsys.readouterr()
     for sentence in (
         'training.png: not drawn, needs --run',
-        'page_sizes.png: without plain, which has pages of 16 tokens alone',
-        'policies.png: without plain, which has the policy block_mean alone',
+        f'page_sizes.png: without {name}, which has pages of 16 tokens alone',
+        f'policies.png: without {name}, which has the policy block_mean alone',
     ):
         assert sentence in said.out + said.err
     assert not {'training.png', 'page_sizes.png', 'policies.json'} & {file.name for file in out.iterdir()}
-    assert '| not measured | needs page_sizes.png |' in (out / 'summary.md').read_text()
+    summary = (out / 'summary.md').read_text()
+    assert '| not measured | needs page_sizes.png |' in summary
+    assert '| not measured | no dense sampler |' in summary
+    assert set(json.loads((out / 'floor.json').read_text())[name]['floors']) == {'pass over every page'}
+    lines = json.loads((out / 'by_length.json').read_text())[name]['budgets']
+    assert [line['budget_tokens'] for line in lines if len(line['bins']) < 3] == [BUDGETS[1]]
 
 
 @pytest.mark.parametrize(
