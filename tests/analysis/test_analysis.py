@@ -61,6 +61,9 @@ def test_budgets_grow_as_the_length_does(source):
         expected = [length * (0.05 / (1 - target)) ** 2 for length in LENGTHS]
         assert [r['budget_tokens'][0] for r in at['bins']] == pytest.approx(expected, rel=0.06)
         assert at['exponent'][0] == pytest.approx(1, abs=0.06)
+        for r in at['bins']:
+            value, low, high = r['budget_tokens']
+            assert low < value < high < 1.5 * low
     assert [e['eta'] for e in found['eta']] == pytest.approx([2] * 3, abs=0.3)
     assert verdict('budget_by_length', found, 'budgets must grow') == HOLDS
     assert verdict('budget_by_length', found, 'budget ~ ') == FAILS
