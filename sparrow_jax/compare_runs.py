@@ -23,6 +23,7 @@ from absl import flags
 from sparrow_jax import commands
 from sparrow_jax.config import ConfigError
 from sparrow_jax.console import Console
+from sparrow_jax.json_files import without_nan
 from sparrow_jax.report.logs import Run, read_runs
 from sparrow_jax.run_outcomes import (
     EARLY_STEPS,
@@ -59,7 +60,7 @@ def compare_runs(workdir: str, runs: str, out: str, margin: float) -> int:
         'rankings': [dataclasses.asdict(one) for one in rankings],
         'notes': notes,
     }
-    (folder / 'comparison.json').write_text(json.dumps(_without_nan(facts), indent=2) + '\n')
+    (folder / 'comparison.json').write_text(json.dumps(without_nan(facts), indent=2) + '\n')
     from sparrow_jax.compare_runs_plot import plot
 
     plot(logs, found, folder / 'comparison.png')
@@ -168,17 +169,6 @@ def _spread(values: Sequence[float]) -> str:
     if len(values) == 1:
         return f'{values[0]:.3f}'
     return f'{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}'
-
-
-def _without_nan(value: object) -> object:
-    """JSON has no NaN: null stands for it."""
-    if isinstance(value, float):
-        return None if math.isnan(value) else value
-    if isinstance(value, dict):
-        return {name: _without_nan(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(one) for one in value]
-    return value
 
 
 def _flags(values: flags.FlagValues) -> None:

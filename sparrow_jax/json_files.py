@@ -27,3 +27,8 @@ def read_object(file: Path, named: str = '') -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f'{named}: must hold one JSON object')
     return value
+
+
+def without_nan(value: Any) -> Any:
+    """A value of what JSON can hold and NumPy's numbers, with null for NaN and infinities, which JSON lacks."""
+    return json.loads(json.dumps(value, default=lambda one: one.item()), parse_constant=lambda _: None)

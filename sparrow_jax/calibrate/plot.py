@@ -40,9 +40,9 @@ def plot(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def _by_length(found: Mapping[str, Any]) -> Any:
     groups = _groups(found)
-    figure, axes = _panels(len(groups), height=3.6, sharey=True)
+    figure, axes = panels(len(groups), height=3.6, sharey=True)
     budgets = sorted({p['budget_tokens'] for p in found['points'] if not p['every_page']})
-    colours = dict(zip(budgets, _colours(len(budgets)), strict=True))
+    colours = dict(zip(budgets, shades(len(budgets)), strict=True))
     for axis, ((policy, page), points) in zip(axes, groups.items(), strict=False):
         for point in points:
             if point['every_page']:
@@ -82,10 +82,10 @@ def _cost(found: Mapping[str, Any]) -> Any:
     if not known:
         return None
     shown = [known[i] for i in sorted({round(x) for x in np.linspace(0, len(known) - 1, MOST_PANELS)})]
-    figure, axes = _panels(len(shown), height=3.4, sharey=True)
+    figure, axes = panels(len(shown), height=3.4, sharey=True)
     for axis, z in zip(axes, shown, strict=False):
         costs: list[float] = []
-        for ((policy, page), points), colour in zip(groups.items(), _colours(len(groups)), strict=True):
+        for ((policy, page), points), colour in zip(groups.items(), shades(len(groups)), strict=True):
             there = [p['bins'][z] for p in points if z < len(p['bins']) and p['bins'][z]['enough']]
             cost = [b['kv_bytes_per_token'] / 1e6 for b in there]
             costs += cost
@@ -115,7 +115,7 @@ def _alpha(found: Mapping[str, Any]) -> Any:
     points = [p for p in points if not p['every_page']]
     if not points:
         return None
-    figure, axes = _panels(len(points), height=2.9, sharey=False)
+    figure, axes = panels(len(points), height=2.9, sharey=False)
     edges = 1 - gap_edges()[::-1]  # of alpha, ascending
     for axis, point in zip(axes, points, strict=False):
         described = point['all']['alpha']
@@ -148,7 +148,7 @@ def _groups(found: Mapping[str, Any]) -> dict[tuple[str, int], list[Mapping[str,
     return groups
 
 
-def _panels(number: int, *, height: float, sharey: bool) -> tuple[Any, list[Any]]:
+def panels(number: int, *, height: float, sharey: bool) -> tuple[Any, list[Any]]:
     columns = min(number, MOST_PANELS)
     rows = -(-number // columns)
     # Not by pyplot, whose backend is the caller's: a notebook goes on to draw pictures of its own.
@@ -164,5 +164,5 @@ def _panels(number: int, *, height: float, sharey: bool) -> tuple[Any, list[Any]
     return figure, flat
 
 
-def _colours(number: int) -> list[Any]:
+def shades(number: int) -> list[Any]:
     return [matplotlib.colormaps['viridis'](x) for x in np.linspace(0.1, 0.85, number)]

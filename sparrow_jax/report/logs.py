@@ -100,7 +100,7 @@ def read_runs(workdirs: Sequence[str], flag: str = '--workdir') -> list[Run]:
     for folder in folders:
         if resolved.count(folder.resolve()) > 1:
             raise ConfigError(f'{flag}: names {folder} twice; give every run once')
-    return [_read(folder, name) for folder, name in zip(folders, _names(resolved), strict=True)]
+    return [_read(folder, name) for folder, name in zip(folders, short_names(resolved), strict=True)]
 
 
 def _check(folder: Path, given: str) -> None:
@@ -117,7 +117,7 @@ def _check(folder: Path, given: str) -> None:
         )
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path, or as many more as tell them apart."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ['/'.join(folder.parts[-parts:]) for folder in folders]

@@ -4,6 +4,7 @@ Each rollout had one budget in each bin and gave one p05 of each. Pure functions
 rollouts.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,12 +46,28 @@ def _least(budget_R: np.ndarray, p05_R: np.ndarray, target: float, most: int) ->
     budget_R, p05_R = np.minimum(budget_R[there_R], most), p05_R[there_R]
     pages = np.unique(budget_R)
     mean = np.asarray([p05_R[budget_R == b].mean() for b in pages])
-    rising = np.maximum.accumulate(mean)
-    if rising[-1] < target:
+    found = crossing(np.maximum(pages, 0.5), mean, target)
+    if math.isnan(found):
         return most
+    return int(pages[0]) if found == -math.inf else int(np.ceil(found - 1e-6))
+
+
+def crossing(cost_R: np.ndarray, p05_R: np.ndarray, target: float) -> float:
+    """What p05 = target costs: p05 is taken to be linear in the logarithm of the cost, and to fall nowhere.
+
+    Args:
+        cost_R: positive, ascending: budgets, or bytes. p05_R: measured there.
+        target: of p05.
+
+    Returns:
+        NaN where the largest cost misses the target, minus infinity where the smallest reaches it.
+    """
+    rising = np.maximum.accumulate(p05_R)
+    if not rising[-1] >= target:
+        return math.nan
     upper = int(np.argmax(rising >= target))
     if upper == 0:
-        return int(pages[0])
-    low, high = np.log(np.maximum(pages[upper - 1 : upper + 1], 0.5))
+        return -math.inf
+    low, high = np.log(cost_R[upper - 1 : upper + 1])
     share = (target - rising[upper - 1]) / (rising[upper] - rising[upper - 1])
-    return int(np.ceil(np.exp(low + share * (high - low)) - 1e-6))
+    return float(np.exp(low + share * (high - low)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparrow_jax.sparsity.budget_search import least_budgets, rungs
+from sparrow_jax.sparsity.budget_search import crossing, least_budgets, rungs
 
 NAN = float('nan')
 
@@ -35,3 +35,12 @@ def test_noise_that_falls_is_smoothed_and_equal_budgets_are_averaged():
     # Beyond a bin's pages all budgets are one.
     [found] = least_budgets([[4], [8], [16]], [[0.7], [0.8], [0.9]], 0.85, [8])
     assert found == 8
+
+
+def test_what_a_target_costs_between_and_outside_of_the_measured_costs():
+    cost, p05 = np.asarray([100.0, 400.0, 1600.0]), np.asarray([0.6, 0.8, 0.9])
+    assert crossing(cost, p05, 0.7) == pytest.approx(200)  # half way in the logarithm
+    assert crossing(cost, p05, 0.9) == pytest.approx(1600)
+    assert np.isnan(crossing(cost, p05, 0.95))
+    assert crossing(cost, p05, 0.6) == -np.inf
+    assert np.isnan(crossing(cost, np.full(3, NAN), 0.5))
