@@ -23,6 +23,7 @@ CONFIG = 'configs/tiny.py:smoke'
 CHANGES = {
     'steps': 12,
     'rollout.prompts_per_step': 4,  # 8 samples for 4 slots: some wait
+    'schedule.kind': 'fixed',  # tests of the controller change it
     'reward.function': 'reward_functions:lower_case',
     'reward.workers': 1,
     'optimizer.learning_rate': 3e-3,
