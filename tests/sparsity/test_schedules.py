@@ -133,9 +133,9 @@ def test_budgets_switch_at_bin_edges():
     assert budget_B.dtype == jnp.int32
 
 
-def test_an_adaptive_schedule_may_come_to_read_every_page_or_its_limit(pages_per_sequence=100):
+def test_an_adaptive_schedule_may_come_to_read_every_page_or_its_limit():
     schedule = Schedule('adaptive', 16, 1000, 1, 2, (), (10, 20, 30))
-    found = [schedule.most_pages(pages_per_sequence, most_budget) for most_budget in (0, 40, 97, 98)]
+    found = [schedule.most_pages(100, most_budget) for most_budget in (0, 40, 97, 98)]
     assert found == [100, 43, 100, 100]
 
 
