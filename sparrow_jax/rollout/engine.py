@@ -213,6 +213,7 @@ class Engine:
             if self.probing and sampling.sparse:
                 controller = self.functions.renew()(self.widened(self.start_controller()))
                 controller = self.functions.close()(controller, self._probes())
+                self.functions.mark()(slots.count_B)
                 cache, slots, controller = self._measure(sampling)(
                     weights, cache, slots, controller, values.temperature
                 )
@@ -435,12 +436,15 @@ class Engine:
             cache, slots = run_segment(weights, cache, slots, _with_adapter(values, sampling, adapter))
             harvest.read()
             if controller is not None:
-                jax.block_until_ready(slots.active_B)
-                began = time.perf_counter()
+                # Started while the segment runs: else the device would wait for the host.
+                began, drawn = time.perf_counter(), self.functions.mark()(slots.count_B)
                 cache, slots, controller = self._measure(sampling)(
                     weights, cache, slots, controller, values.temperature
                 )
                 values = dataclasses.replace(values, budget_bins=self.functions.budgets()(controller))
+                if not drawn.is_ready():
+                    jax.block_until_ready(drawn)
+                    began = time.perf_counter()
                 jax.block_until_ready(values.budget_bins)
                 probe_s += time.perf_counter() - began
             count_B, active_B, stopped_B = read((slots.count_B, slots.active_B, slots.stopped_B))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -206,6 +207,10 @@ class SamplerFunctions:
 
     def budgets(self) -> Callable[[Controller], jax.Array]:
         return self._once(('budgets',), lambda: self._whole(controllers.budgets))
+
+    def mark(self) -> Callable[[jax.Array], jax.Array]:
+        """A copy of an array over slots: it is there when what made the array is, also if that is donated further."""
+        return self._once(('mark',), lambda: jax.jit(jnp.copy, out_shardings=NamedSharding(self.mesh, SHARDED)))
 
     def close(self) -> Callable[[Controller, np.ndarray], Controller]:
         return self._once(('close',), lambda: self._whole(controllers.close))
