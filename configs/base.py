@@ -290,7 +290,7 @@ def smoke(config: ConfigDict) -> None:
     c.rollout.pool_pages = 0
     c.rollout.segment_steps = 16
     c.rollout.prefill_rows = 2
-    c.rollout.halvings = min(c.rollout.halvings, 1)
+    c.rollout.halvings = 0
 
     c.schedule.kind = c.schedule.start = 'fixed'
     c.controller.least_pages, c.controller.most_pages = 1, 0

@@ -34,7 +34,7 @@ ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
 def make_run(**changes) -> RunConfig:
     config = base.get_config()
-    config.model.path = 'somewhere'
+    config.model.path, config.schedule.kind = 'somewhere', 'fixed'
     config.rollout.slots, config.rollout.page_tokens = 8, 16
     config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 64, 192
     config.learner.rows_per_microbatch, config.learner.head_chunk_tokens = 4, 128
