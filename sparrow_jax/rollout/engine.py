@@ -442,7 +442,7 @@ class Engine:
                     weights, cache, slots, controller, values.temperature
                 )
                 values = dataclasses.replace(values, budget_bins=self.functions.budgets()(controller))
-                if not drawn.is_ready():
+                if not drawn.is_ready():  # type: ignore[attr-defined]  # of arrays on devices
                     jax.block_until_ready(drawn)
                     began = time.perf_counter()
                 jax.block_until_ready(values.budget_bins)
