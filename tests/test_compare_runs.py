@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from sparrow_jax import commands
 from sparrow_jax.compare_runs import _flags, compare_runs
 from sparrow_jax.report.logs import read_runs
 from sparrow_jax.run_outcomes import auc, differing_settings, outcomes, rank
 from tests.report.made_up_run import CONFIG, row, write_run
+from tests.tiny_run import exit_code
 
 # schedule, p05, mean alpha, final accuracy, final length
 ARMS = {
@@ -96,16 +96,8 @@ def test_settings_that_should_not_differ(folder, tmp_path):
 
 
 def command(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        commands.run(
-            compare_runs,
-            config_required=False,
-            workdir_required=False,
-            uses_jax=False,
-            define_flags=_flags,
-            argv=['compare_runs', *arguments],
-        )
-    return exit_.value.code
+    options = {'config_required': False, 'workdir_required': False, 'uses_jax': False, 'define_flags': _flags}
+    return exit_code(compare_runs, arguments, **options)
 
 
 def test_the_command_writes_table_picture_and_numbers(folder, tmp_path, capsys):

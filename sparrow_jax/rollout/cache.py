@@ -16,8 +16,8 @@ from sparrow_jax.rollout.head_shards import HeadShards
 
 # Arrays of `Slots` that a decode step reads: a row a slot, small.
 STATE = ('table_BN', 'length_B', 'token_B', 'count_B', 'limit_B', 'active_B', 'stopped_B', 'key_B2')
-# Its arrays over slots that hold what responses are made of.
-RECORDS = ('tokens_BT', 'logp_BT', 'pages_read_BT', 'hidden_BTD')
+# Its arrays over probes; all others are over slots.
+PROBE_FIELDS = ('probe_table_PN', 'probe_length_P', 'probe_hidden_PTD')
 
 
 @jax.tree_util.register_dataclass

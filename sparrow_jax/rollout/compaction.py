@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparrow_jax.rollout.cache import RECORDS, STATE, Slots
+from sparrow_jax.rollout.cache import PROBE_FIELDS, Slots
 
 
 def widths(slots: int, halvings: int, probes: int) -> tuple[int, ...]:
@@ -34,7 +34,8 @@ def move_sequences(
 
     source_M, target_M: int32 slots; none is both, except where both are one and nothing moves.
     """
-    rows = {name: getattr(slots, name) for name in STATE + RECORDS}
+    names = {field.name for field in dataclasses.fields(slots)} - set(PROBE_FIELDS)
+    rows = {name: getattr(slots, name) for name in sorted(names)}
 
     def move(i: jax.Array, arrays: tuple[list[jax.Array], dict[str, jax.Array]]):
         def copied(array: jax.Array) -> jax.Array:

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparrow_jax.rollout.cache import Cache, Slots
+from sparrow_jax.rollout.cache import PROBE_FIELDS, Cache, Slots
 
 PAGES_AT_ONCE = 64  # of a copy; the number of pages then compiles nothing
-PROBE_FIELDS = ('probe_table_PN', 'probe_length_P', 'probe_hidden_PTD')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -308,10 +308,13 @@ class StepParts:
     def _queries(self) -> jax.Array:
         shape = self.engine.shape
         size = (self.engine.rollout.slots, 1, shape.query_heads, shape.head_dim)
-        return self._by_head(np.random.default_rng(0).standard_normal(size).astype(self.engine.dtype), axis=2)
+        return self._by_head(self._normal(size), axis=2)
 
     def _random(self, size: tuple[int, ...]) -> jax.Array:
-        return self._placed(np.random.default_rng(0).standard_normal(size).astype(self.engine.dtype))
+        return self._placed(self._normal(size))
+
+    def _normal(self, size: tuple[int, ...]) -> np.ndarray:
+        return np.random.default_rng(0).standard_normal(size).astype(self.engine.dtype)
 
     def _integers(self, value: int) -> jax.Array:
         return self._placed(np.full(self.engine.rollout.slots, value, np.int32))

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from sparrow_jax import commands
 from sparrow_jax.analysis import alphas, costs, drift
 from sparrow_jax.analysis.__main__ import PICTURES, _flags, analysis
 from sparrow_jax.analysis.claims import FAILS, HOLDS, OPEN, markdown
@@ -17,6 +16,7 @@ from sparrow_jax.report.logs import read_runs
 from sparrow_jax.sparsity.calibration import Tokens
 from tests.analysis.made_up_calibration import BUDGETS, FLOOR, LENGTHS, gap, write_calibration, write_closed_loop
 from tests.report.made_up_run import CONFIG, row, write_run
+from tests.tiny_run import exit_code
 
 TARGETS = (0.86, 0.9)
 
@@ -198,16 +198,8 @@ def test_budgets_that_move_say_nothing_of_drift(tmp_path):
 
 
 def command(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        commands.run(
-            analysis,
-            config_required=False,
-            workdir_required=False,
-            uses_jax=False,
-            define_flags=_flags,
-            argv=['analysis', *arguments],
-        )
-    return exit_.value.code
+    options = {'config_required': False, 'workdir_required': False, 'uses_jax': False, 'define_flags': _flags}
+    return exit_code(analysis, arguments, **options)
 
 
 def test_the_command_draws_everything_that_it_can(tmp_path, capsys):
