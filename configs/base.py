@@ -92,10 +92,10 @@ def get_config() -> ConfigDict:
     # Pages of the KV pool per data shard; 0 = enough for every slot at its longest, or what an accelerator has left.
     c.rollout.pool_pages = 0
     c.rollout.temperature = 1.0
-    c.rollout.segment_steps = 64  # decode steps of one jitted call
+    c.rollout.segment_steps = 128  # decode steps of one jitted call
     c.rollout.prefill_rows = 8  # prompts encoded by one prefill call
     # For the last sequences of a rollout: segments are also compiled for half of the slots, a quarter, and so on.
-    c.rollout.halvings = 3
+    c.rollout.halvings = 4
     # Attention of the sampler: 'auto' takes the Pallas kernels of the platform once they have been run on such
     # hardware, else the JAX definitions, and the start of the run says which; 'mosaic_gpu', 'mosaic_tpu' or 'reference'
     # insist on one.

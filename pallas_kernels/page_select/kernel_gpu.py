@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.page_select.choice_gpu import Choice, for_copies
-from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
+from pallas_kernels.page_select.tuning import HOPPER, HOPPER_MANY, HopperBlocks
 from pallas_kernels.pallas_gpu import MULTIPROCESSORS, kernel
 
 _STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'interpret', 'blocks')
@@ -36,9 +36,10 @@ def page_select(
     blocks: HopperBlocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.page_select`; `blocks` are those of `tuning` unless given."""
-    # Interpreted warpgroups wait for each other in threads of the CPU's pool, which may have too few: one never ends.
-    blocks = blocks or dataclasses.replace(HOPPER, warpgroups=1 if interpret else HOPPER.warpgroups)
     B, K, N, A = landmark_BKNA.shape
+    blocks = blocks or (HOPPER if B * K <= 2 * MULTIPROCESSORS else HOPPER_MANY)
+    # Interpreted warpgroups wait for each other in threads of the CPU's pool, which may have too few: one never ends.
+    blocks = dataclasses.replace(blocks, warpgroups=1) if interpret else blocks
     landmark_BKNA, whole = for_copies(landmark_BKNA)
     choice = Choice(
         N=N,

@@ -57,3 +57,6 @@ class HopperBlocks:
 
 # Two blocks fit into a multiprocessor, shared memory and registers: one reads while the other chooses.
 HOPPER = HopperBlocks(warpgroups=2, held_bytes=64 << 10, chunk_pages=1024, digit_bits=2)
+# Four fit, for more pairs of sequence and KV head than two on each multiprocessor: 96 sequences of 1K tokens take 8.2
+# instead of 11.5 us, of 8K tokens as long as before.
+HOPPER_MANY = HopperBlocks(warpgroups=1, held_bytes=32 << 10, chunk_pages=1024, digit_bits=2)

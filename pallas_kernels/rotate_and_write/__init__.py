@@ -27,8 +27,8 @@ def rotate_and_write(
 
     Args:
         pages_KPCE, landmark_BKNA, table_BN, position_B, write_B: of `landmark_update`.
-        parts_SBF: float32; their sum has a token's query heads, KV heads' keys and KV heads' values side by side,
-            F = (H + 2 K) A.
+        parts_SBF: float32, of B rows or more, of which the first B count; their sum has a token's query heads, KV
+            heads' keys and KV heads' values side by side, F = (H + 2 K) A.
         norms: float32 scales [A] of the norm of a query head and of a key; None for models without it.
         cos_BR, sin_BR: float32, of the angles by which the pairs (i, i + A/2) of a head are turned; R = A/2.
         eps: added to the mean square of a head.
@@ -47,7 +47,7 @@ def rotate_and_write(
     arrays = {
         'pages_KPCE': (pages_KPCE, 'KPCE'),
         'landmark_BKNA': (landmark_BKNA, 'BKNA'),
-        'parts_SBF': (parts_SBF, 'SBF'),
+        'parts_SBF': (parts_SBF, 'SXF'),
         'cos_BR': (cos_BR, 'BR'),
         'sin_BR': (sin_BR, 'BR'),
         'table_BN': (table_BN, 'BN'),
@@ -57,6 +57,8 @@ def rotate_and_write(
     if norms is not None:
         arrays |= {'norms[0]': (norms[0], 'A'), 'norms[1]': (norms[1], 'A')}
     sizes = check_shapes(op, arrays, A=2 * R, E=4 * R)
+    if sizes['X'] < sizes['B']:
+        raise ValueError(f'{op}: parts_SBF has {sizes["X"]} rows; must have one for each of {sizes["B"]} sequences')
     check_pages(op, sizes['C'])
     check_floats(
         op, pages_KPCE=pages_KPCE, landmark_BKNA=landmark_BKNA, parts_SBF=parts_SBF, cos_BR=cos_BR, sin_BR=sin_BR

@@ -8,7 +8,7 @@ from pallas_kernels.landmark_update import landmark_update
 
 def rotate_and_write(pages_KPCE, landmark_BKNA, parts_SBF, norms, cos_BR, sin_BR, table_BN, position_B, write_B, eps):
     (K, _, _, _), (B, _, _, A) = pages_KPCE.shape, landmark_BKNA.shape
-    heads_BhA = parts_SBF.sum(axis=0).reshape(B, -1, A)
+    heads_BhA = parts_SBF[:, :B].sum(axis=0).reshape(B, -1, A)
     q_BHA, k_BKA, v_BKA = jnp.split(heads_BhA, [heads_BhA.shape[1] - 2 * K, heads_BhA.shape[1] - K], axis=1)
     if norms is not None:
         q_BHA, k_BKA = (_normalized(x, scale_A, eps) for x, scale_A in zip((q_BHA, k_BKA), norms, strict=True))

@@ -1,5 +1,6 @@
 """Choice and attention on Hopper: a thread block chooses the pages of one KV head of one sequence, then reads them."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ from pallas_kernels.page_select.choice_gpu import Choice, for_copies
 from pallas_kernels.page_select.tuning import HOPPER
 from pallas_kernels.paged_flash_gpu import Plan, attend
 from pallas_kernels.pallas_gpu import MULTIPROCESSORS, fits, kernel
-from pallas_kernels.tuning_gpu import SPARSE_DECODE
+from pallas_kernels.tuning_gpu import SELECT_DECODE, SELECT_DECODE_FEW
 
 _STATIC = ('max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'interpret')
 _WARPGROUPS = 2  # of the attention: one copies, one multiplies; both choose
@@ -27,8 +28,7 @@ def is_faster(q_BHA: jax.Array, pages_KPCE: jax.Array, landmark_BKNA: jax.Array,
     """
     B, K = landmark_BKNA.shape[:2]
     choice, plan = _parts(q_BHA, pages_KPCE, landmark_BKNA, max_pages=max_pages)
-    scratch = {**choice.scratch(), **plan.scratch(q_BHA.dtype)}
-    return K * B <= MULTIPROCESSORS and plan.splits == 1 and fits(scratch.values())
+    return K * B <= MULTIPROCESSORS and plan.splits == 1 and _fit(choice, plan, q_BHA.dtype)
 
 
 def _parts(
@@ -41,7 +41,7 @@ def _parts(
     reserved_last: int = 0,
     landmarks_at_rest: bool = False,
 ) -> tuple[Choice, Plan]:
-    _, K, N, A = landmark_BKNA.shape
+    B, K, N, A = landmark_BKNA.shape
     group, C = q_BHA.shape[1] // K, pages_KPCE.shape[2]
     choice = Choice(
         N=N,
@@ -57,7 +57,15 @@ def _parts(
         is_all=False,
         blocks=HOPPER,
     )
-    return choice, Plan.make(1, group, A, C, max_pages, pages_KPCE.dtype, SPARSE_DECODE)
+    few = [SELECT_DECODE_FEW] if 2 * K * B <= MULTIPROCESSORS else []
+    # Long page tables and wide numbers leave less room beside them.
+    sizes = [*few, SELECT_DECODE, dataclasses.replace(SELECT_DECODE, stages=2)]
+    plans = [Plan.make(1, group, A, C, max_pages, pages_KPCE.dtype, blocks) for blocks in sizes]
+    return choice, next((plan for plan in plans if _fit(choice, plan, q_BHA.dtype)), plans[-1])
+
+
+def _fit(choice: Choice, plan: Plan, out_dtype: jnp.dtype) -> bool:
+    return fits([*choice.scratch().values(), *plan.scratch(out_dtype).values()])
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # the layers of a model then share one lowering

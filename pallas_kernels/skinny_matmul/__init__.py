@@ -11,6 +11,7 @@ from pallas_kernels.skinny_matmul import reference
 
 MAX_ROWS = 128  # more leave the products no longer limited by reading
 COLUMN_MULTIPLE = 64  # the least that a thread block makes
+ROW_MULTIPLE = 8  # narrowest product of the tensor cores; other numbers are padded, in kernels of their own
 DEPTH_MULTIPLE = 64  # of D that one step takes
 _COLUMNS = 'FGHIJKLM'  # of each weight, in messages
 

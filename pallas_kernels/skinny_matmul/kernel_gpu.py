@@ -29,9 +29,9 @@ from pallas_kernels.pallas_gpu import (
     store_transposed,
     wait_for_previous,
 )
+from pallas_kernels.skinny_matmul import ROW_MULTIPLE
 from pallas_kernels.skinny_matmul.tuning import HopperBlocks, hopper_blocks
 
-_ROW_MULTIPLE = 8  # narrowest product of the tensor cores
 _SWIZZLED = 64  # bfloat16 numbers of 128 bytes, the widest unit in which copies shuffle rows
 
 
@@ -49,8 +49,8 @@ def skinny_matmul(
     """See `pallas_kernels.skinny_matmul`; `blocks` are those of `tuning` unless given, and divide all sides."""
     B, D = x_BD.shape
     columns = [weight.shape[1] for weight in weights]
-    blocks = blocks or hopper_blocks(D, columns, gated)
-    rows = -(-B // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    rows = -(-B // ROW_MULTIPLE) * ROW_MULTIPLE
+    blocks = blocks or hopper_blocks(rows, D, columns, gated)
     x_RD = jnp.pad(x_BD, ((0, rows - B), (0, 0))) if rows > B else x_BD
     tile, depth, stages, splits = blocks.columns, blocks.depth, blocks.stages, 1 if gated else blocks.splits
     together = 2 if gated else 1  # matrices that one block multiplies by

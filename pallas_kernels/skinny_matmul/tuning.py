@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 _MULTIPROCESSORS = 132  # of an H200
+_SHARED_BYTES = 227 << 10  # of one, for all thread blocks on it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +25,26 @@ class HopperBlocks:
     splits: int
     alone: bool = False
 
+    def shared_bytes(self, rows: int, together: int) -> int:
+        """Shared memory of a block that multiplies bfloat16 rows by so many matrices together, but for barriers."""
+        return 2 * self.stages * self.depth * (rows + together * self.columns) + 4 * rows * self.columns
 
-def hopper_blocks(depth_of_all: int, columns: Sequence[int], gated: bool) -> HopperBlocks:
-    """For 16 to 64 rows, found on an H200 with the widths of Qwen3 1.7B and 8B.
 
-    As many splits as keep all thread blocks on the device at once, each with four steps or more. More under way than
-    these stages is slower again. Gated blocks are few: with six stages no more than two fit on a multiprocessor, on
-    which early ones would crowd, and one if there is one for each of them.
+def hopper_blocks(rows: int, depth_of_all: int, columns: Sequence[int], gated: bool) -> HopperBlocks:
+    """Found on an H200 with the widths of Qwen3 1.7B and 8B.
+
+    As many splits as keep all thread blocks on the device at once, each with four steps or more: beyond 32 rows one
+    block fills a multiprocessor, and a second wave of them would begin anew while the first has gone. More under way
+    than these stages is slower again. Gated blocks are few: with six stages no more than two fit on a multiprocessor,
+    on which early ones would crowd, and one if there is one for each of them.
     """
     if gated:
-        return HopperBlocks(columns=64, depth=64, stages=6, splits=1, alone=columns[0] // 64 <= _MULTIPROCESSORS)
+        alone = columns[0] // 64 <= _MULTIPROCESSORS
+        if rows > 64 and depth_of_all % 128 == 0:
+            return HopperBlocks(columns=64, depth=128, stages=3, splits=1, alone=alone)
+        return HopperBlocks(columns=64, depth=64, stages=6, splits=1, alone=alone)
     depth = 128 if depth_of_all % 128 == 0 else 64
+    blocks = HopperBlocks(columns=64, depth=depth, stages=4 * 128 // depth, splits=1)
+    resident = min(_SHARED_BYTES // blocks.shared_bytes(rows, 1), 2)
     most = max(depth_of_all // (4 * depth), 1)
-    splits = max(min(2 * _MULTIPROCESSORS // (sum(columns) // 64), most, 8), 1)
-    return HopperBlocks(columns=64, depth=depth, stages=4 * 128 // depth, splits=splits)
+    return dataclasses.replace(blocks, splits=max(min(resident * _MULTIPROCESSORS // (sum(columns) // 64), most, 8), 1))

@@ -9,6 +9,7 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,8 +20,11 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
     Args:
         tree: pytree of NumPy arrays, or of jax arrays that this process can read.
-        sharding: of every leaf.
+        sharding: of every leaf. On devices that exist for the compiler alone no array can lie: there the result, which
+            has no use but its shape, stays with the host.
     """
+    if _holds_nothing(sharding):
+        return jax.tree.map(jnp.asarray, tree)
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -75,3 +79,8 @@ def _readable(array: jax.Array) -> bool:
 @functools.cache
 def _gather(mesh: Mesh) -> Any:
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _holds_nothing(sharding: NamedSharding) -> bool:
+    """Whether its devices are those of a named slice (`sparrow_jax.slices`), which JAX tells apart by their client."""
+    return type(sharding.mesh.devices.flat[0].client).__name__.startswith('CompileOnly')

@@ -13,14 +13,17 @@ from jax import lax
 
 from sparrow_jax.rollout.cache import PROBE_FIELDS, Slots
 
+ROWS = 8  # that kernels multiply together at least
+
 
 def widths(slots: int, halvings: int, probes: int) -> tuple[int, ...]:
-    """Slots of a shard that segments are compiled for, descending: all, and so many halves (rounded up), as far as a
-    slot remains beside the probes, which do not move.
+    """Slots of a shard that segments are compiled for, descending: all, and so many halves (rounded up, those of more
+    than eight slots to multiples of eight), as far as a slot remains beside the probes, which do not move.
     """
     found = [slots]
     for _ in range(halvings):
-        half = -(-found[-1] // 2)
+        unit = ROWS if found[-1] > ROWS else 1
+        half = -(-found[-1] // (2 * unit)) * unit
         if half == found[-1] or half <= probes:
             break
         found.append(half)

@@ -85,16 +85,20 @@ def fused_hidden(
     cos_B1R, sin_B1R = rope_angles(shape, position_B[:, None])
     layers = list(decoder.layers)
     next_norms = [*(layer.attention_norm for layer in layers[1:]), decoder.final_norm]
+    # Rows that the products would otherwise add and take away again, each in a kernel of its own. Between here and the
+    # end B is their number, but in what `write` and `attend` take.
+    sequences = token_B.shape[0]
+    missing = -sequences % products.ROW_MULTIPLE
+    token_B = jnp.pad(token_B, (0, missing))
     x_BD = jnp.take(decoder.embed[...], token_B, axis=0).astype(decoder.compute_dtype)
     y_BD = rms_norm(x_BD, layers[0].attention_norm[...], eps)
-    B = token_B.shape[0]
     for layer, next_norm in zip(layers, next_norms, strict=True):
         q_DF, k_DF, v_DF = (matrix[...].reshape(shape.d_model, -1) for matrix in (layer.q, layer.k, layer.v))
         head_norms = (layer.q_norm[...], layer.k_norm[...]) if shape.qk_norm else None
         pairs = {} if adapter is None else adapter[layer.index]
         qkv_SBF = _with_added(y_BD, multiply(y_BD, q_DF, k_DF, v_DF), pairs.get('q'))
         q_BHA = write(layer.index, qkv_SBF, head_norms, cos_B1R[:, 0], sin_B1R[:, 0], eps)
-        o_BF = attend(layer.index, q_BHA).reshape(B, -1)
+        o_BF = jnp.pad(attend(layer.index, q_BHA).reshape(sequences, -1), ((0, missing), (0, 0)))
         o_SBD = _with_added(o_BF, multiply(o_BF, layer.o[...].reshape(-1, shape.d_model)), pairs.get('o'))
         x_BD, y_BD = add(x_BD, o_SBD, layer.ffn_norm[...])
         if 'gate' in pairs:
@@ -105,7 +109,7 @@ def fused_hidden(
             h_BF = multiply(y_BD, layer.gate[...], layer.up[...], gated=True)
         down_SBD = _with_added(h_BF, multiply(h_BF, layer.down[...]), pairs.get('down'))
         x_BD, y_BD = add(x_BD, down_SBD, next_norm[...])
-    return y_BD
+    return y_BD[:sequences]
 
 
 def merged_factors(shape: DecoderShape, adapter: SamplerAdapter) -> MergedFactors:

@@ -227,7 +227,8 @@ class StepParts:
             queries = slice(shape.query_heads * shape.head_dim)
 
             def write(_layer, parts_SBF, *_rotation):
-                return parts_SBF[0, :, queries].reshape(*token_B.shape, -1, shape.head_dim).astype(self.engine.dtype)
+                q_BF = parts_SBF[0, : token_B.size, queries].astype(self.engine.dtype)
+                return q_BF.reshape(*token_B.shape, -1, shape.head_dim)
 
             attend_to_none = lambda _layer, q_BHA: q_BHA
             hidden_BD = fused_hidden(decoder, token_B, start_B + turn, write, attend_to_none, self.statics.kernels)

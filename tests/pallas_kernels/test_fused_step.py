@@ -151,11 +151,9 @@ def test_interpreted_kernel_rotates(case):
 
 @pytest.mark.parametrize('case', matmul_cases.LARGE, ids=lambda case: case.name)
 def test_blocks_fit_a_multiprocessor_and_cover_the_depth(case):
-    blocks = tuning.hopper_blocks(case.depth, case.columns, case.gated)
     rows = -(-case.rows // 8) * 8
-    together = 2 if case.gated else 1
-    held = blocks.stages * blocks.depth * (rows + together * blocks.columns) * 2 + rows * blocks.columns * 4
-    assert held < 227 << 10
+    blocks = tuning.hopper_blocks(rows, case.depth, case.columns, case.gated)
+    assert blocks.shared_bytes(rows, 2 if case.gated else 1) < 227 << 10
     assert case.depth % blocks.depth == 0
     assert not any(number % blocks.columns for number in case.columns)
     assert blocks.splits * 4 * blocks.depth <= case.depth

@@ -25,7 +25,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize(
     ('slots', 'halvings', 'probes', 'found'),
-    [(96, 3, 0, (96, 48, 24, 12)), (7, 9, 0, (7, 4, 2, 1)), (8, 3, 2, (8, 4)), (8, 0, 0, (8,)), (1, 3, 0, (1,))],
+    [(96, 4, 0, (96, 48, 24, 16, 8)), (7, 9, 0, (7, 4, 2, 1)), (8, 3, 2, (8, 4)), (8, 0, 0, (8,)), (1, 3, 0, (1,))],
 )
 def test_widths_are_halves_with_a_slot_beside_the_probes(slots, halvings, probes, found):
     assert widths(slots, halvings, probes) == found
