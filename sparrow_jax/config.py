@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparrow_jax.config_checks import validate_run
+from sparrow_jax.console import notice_once
 
 LANDMARK_ROWS = 8  # landmarks that a kernel's copy takes at once
 ROW_MULTIPLE = 128  # tokens of a learner row
@@ -318,6 +319,39 @@ def resolve(config: Mapping[str, Any]) -> RunConfig:
 def to_json(run: RunConfig) -> str:
     """The canonical text of a configuration, as `config.json` of a workdir holds it."""
     return json.dumps(dataclasses.asdict(run), indent=2, sort_keys=True) + '\n'
+
+
+def completed(stored: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """A configuration that an earlier version stored, with the fields that have come since, at their defaults.
+
+    They are said on the console: what that version did may have been something else.
+
+    Raises:
+        ConfigError: it is none, as where the folder is a checkpoint's.
+    """
+    from configs import base  # the defaults; it imports no more than ml_collections
+
+    defaults = base.get_config().to_dict()
+    foreign = [name for name in stored if name not in defaults]
+    if foreign or not all(section in stored for section in ('model', 'rollout')):
+        what = f'has a field {foreign[0]}' if foreign else 'has no model or no rollout'
+        raise ConfigError(f'{file}: is not the configuration of a run ({what})')
+    added: list[str] = []
+
+    def fill(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        filled = dict(values)
+        for name, default in defaults.items():
+            if name not in values:
+                filled[name] = default
+                added.append(f'{prefix}{name}')
+            elif isinstance(default, Mapping) and isinstance(values[name], Mapping) and name != 'template_options':
+                filled[name] = fill(values[name], default, f'{prefix}{name}.')
+        return filled
+
+    whole = fill(stored, defaults, '')
+    if added:
+        notice_once(f'{file}: of an earlier version; has the defaults of today for {", ".join(added)}')
+    return json.loads(json.dumps(whole))
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = '') -> list[str]:

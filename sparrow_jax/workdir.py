@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sparrow_jax.config import ConfigError, RunConfig, differing_fields, resolve, to_json
+from sparrow_jax.config import ConfigError, RunConfig, completed, differing_fields, resolve, to_json
 from sparrow_jax.console import notice_once
 from sparrow_jax.json_files import read_object
 
@@ -207,7 +207,7 @@ def _stored_config(folder: Path) -> Mapping[str, Any] | None:
     if not file.exists():
         return None
     try:
-        return read_object(file)
+        return completed(read_object(file), str(file))
     except ConfigError as error:
         raise ConfigError(f'{error}; give another --workdir') from error
 

@@ -91,6 +91,36 @@ def test_a_command_may_allow_other_differences_without_storing_them(tmp_path):
         Workdir.open(str(tmp_path), make_run(seed=1), 'evaluate', may_change=('evaluate',))
 
 
+def test_fields_that_came_after_a_run_are_filled_in_and_said(tmp_path, capsys):
+    start_with_a_result(tmp_path)
+    stored = json.loads((tmp_path / 'config.json').read_text())
+    del stored['rollout']['halvings'], stored['guard']
+    (tmp_path / 'config.json').write_text(json.dumps(stored))
+    assert Workdir.existing(str(tmp_path))[1] == make_run()
+    said = capsys.readouterr().err
+    assert 'of an earlier version; has the defaults of today for ' in said
+    assert 'rollout.halvings' in said
+    assert 'guard' in said
+    with pytest.raises(ConfigError, match=r'rollout.halvings: 4 -> 0'):
+        Workdir.open(str(tmp_path), make_run(**{'rollout.halvings': 0}), 'train')
+    with Workdir.open(str(tmp_path), make_run(), 'train') as workdir:
+        assert workdir.resumed
+
+
+@pytest.mark.parametrize(
+    ('text', 'what'),
+    [
+        ('{"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}', 'has a field architectures'),
+        ('{}', 'has no model or no rollout'),
+    ],
+)
+def test_the_folder_of_a_checkpoint_is_left_alone(text, what, tmp_path):
+    (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(ConfigError, match=rf'is not the configuration of a run \({what}\); give another --workdir'):
+        Workdir.open(str(tmp_path), make_run(), 'train')
+    assert contents(tmp_path) == {'config.json': text}
+
+
 @pytest.mark.parametrize(
     ('path', 'words'),
     [
