@@ -27,7 +27,9 @@ def lengths(count: int, sigma: float, mean_tokens: int, cut_tokens: int, seed: i
     return draw(high)
 
 
-def content(count: int, sigma: float, mean_tokens: int, cut_tokens: int, prompt_tokens: int, seed: int) -> str:
+def content(
+    count: int, sigma: float, mean_tokens: int, cut_tokens: int, prompt_tokens: int, seed: int, samples: int = 1
+) -> str:
     """The text of the file."""
     about = (
         f'Response lengths for bench_rollout --lengths: {count} numbers exp(location + {sigma} z), z standard normal '
@@ -41,6 +43,7 @@ def content(count: int, sigma: float, mean_tokens: int, cut_tokens: int, prompt_
         'cut_tokens': cut_tokens,
         'seed': seed,
         'prompt_tokens': prompt_tokens,
+        **({'samples_per_prompt': samples} if samples > 1 else {}),
         'response_tokens': lengths(count, sigma, mean_tokens, cut_tokens, seed),
     }
     lines = ',\n'.join(f' {json.dumps(name)}: {json.dumps(value)}' for name, value in fields.items())
@@ -54,11 +57,12 @@ def main() -> None:
     parser.add_argument('--mean', type=int, default=14 * 1024, help='tokens')
     parser.add_argument('--cut', type=int, default=32 * 1024, help='tokens')
     parser.add_argument('--prompt', type=int, default=256, help='tokens of every prompt')
+    parser.add_argument('--samples', type=int, default=1, help='responses that share a prompt')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--out', type=Path, required=True)
     options = parser.parse_args()
     numbers = (options.count, options.sigma, options.mean, options.cut, options.prompt, options.seed)
-    options.out.write_text(content(*numbers), encoding='utf-8')
+    options.out.write_text(content(*numbers, options.samples), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -90,6 +90,7 @@ def bench_rollout(
     pages_read: str,
     lengths: str,
     beside: str,
+    learner: str,
     out: str,
 ) -> int:
     """Measures every case, or one whole rollout, and writes the figures; returns the exit code."""
@@ -100,9 +101,10 @@ def bench_rollout(
         for flag, value in (('cached_tokens', cached_tokens), ('pages_read', pages_read)):
             if value:
                 raise ConfigError(f'--{flag}={value}: is for single steps; with --lengths leave it out')
-        return bench_whole_rollout(setup, lengths, _numbers('slots', slots), _modes(modes), beside, Path(out))
-    if beside:
-        raise ConfigError(f'--beside={beside}: compares whole rollouts; give --lengths, too')
+        return bench_whole_rollout(setup, lengths, _numbers('slots', slots), _modes(modes), beside, learner, Path(out))
+    for flag, value in (('beside', beside), ('learner', learner)):
+        if value:
+            raise ConfigError(f'--{flag}={value}: compares whole rollouts; give --lengths, too')
     grid = read_grid(setup, slots, cached_tokens, modes, pages_read)
     _check_memory(setup, grid)
     if why_not := why_no_file(Path(out)):
@@ -300,6 +302,7 @@ def _flags(values: flags.FlagValues) -> None:
     string('pages_read', '', 'by a sparse layer, reserved ones included, e.g. 64,256; by default these, or half of all')
     string('lengths', '', 'whole rollouts instead of single steps: JSON file of forced response lengths')
     string('beside', '', 'with --lengths: the figures of the other sampler, to be compared with')
+    string('learner', '', 'with --lengths: figures of bench_learner, by which steps of training are compared, too')
     string('out', 'bench_rollout.json', 'file for the figures')
 
 

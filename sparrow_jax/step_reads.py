@@ -66,7 +66,7 @@ def step_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class RolloutReads:
-    """What the decode steps of a whole rollout must read.
+    """What the decode steps of a whole rollout must read on each device.
 
     Attributes:
         cache_bytes: pages and landmarks, of every token of every sequence under the schedule at its length.
@@ -91,13 +91,19 @@ def rollout_reads(
     prompt_tokens: int,
     response_tokens: Sequence[int],
     slots: int,
+    shards: int = 1,
     tensor: int = 1,
 ) -> RolloutReads:
-    """What sampling responses of these lengths on one device reads at least.
+    """What sampling responses of these lengths reads at least.
 
     A response's first token comes from the prefill and is no decode step, so that one of T tokens has T - 1, over
     `prompt_tokens` + 1 cached tokens and more. Prefill, and what limits the pool sets to how many sequences decode
-    together, are left out: both would only make the bound larger. tensor: shards that weights and heads are split over.
+    together, are left out: both would only make the bound larger.
+
+    Args:
+        slots: of all data shards.
+        shards: data shards that the responses are spread over, evenly at best.
+        tensor: shards that weights and heads are split over.
     """
     longest = max(response_tokens)
     lengths = np.arange(prompt_tokens + 1, prompt_tokens + longest)
@@ -105,4 +111,4 @@ def rollout_reads(
     of_steps = np.concatenate([[0], np.cumsum(of_step)])  # of the first so many steps
     steps_B = np.asarray(response_tokens, np.int64) - 1
     fewest = max(longest - 1, -(-int(steps_B.sum()) // slots))
-    return RolloutReads(int(of_steps[steps_B].sum()), fewest, weight_bytes(shape, dtype, tensor))
+    return RolloutReads(int(of_steps[steps_B].sum()) // shards, fewest, weight_bytes(shape, dtype, tensor))

@@ -2,13 +2,14 @@
 
     python -m sparrow_jax.bench_rollout --config=configs/X.py --lengths=FILE.json --modes=sparse --slots=96
 
-The file says how many tokens each response has (`scripts/make_rollout_lengths.py` makes such files). No token ends a
-response here, each request has its length as its limit. The engine does not look ahead: it takes the requests in the
-file's order and learns of an end when it comes. Prompts are random; lengths of prompts and responses replace
-`rollout.max_prompt_tokens` and `rollout.max_response_tokens`; every prompt has one sample; hidden states are not kept.
+The file says how many tokens each response has (`scripts/make_rollout_lengths.py` makes such files), and how many
+responses a prompt has. No token ends a response here, each request has its length as its limit. The engine does not
+look ahead: it takes the requests in the file's order and learns of an end when it comes. Prompts are random; lengths of
+prompts and responses replace `rollout.max_prompt_tokens` and `rollout.max_response_tokens`; hidden states are not kept.
 
 The roofline is the time of reading all bytes once (`step_reads.rollout_reads`) at the bandwidth that attention reads
-reach. The clock starts after everything is compiled and stops when all responses are on the host.
+reach, on several devices with as much for each of them to read. The clock starts after everything is compiled and stops
+when all responses are on the host. With `--modes=dense,sparse` the dense rollout comes first, in a file of its own.
 
 Under an adaptive schedule the probes are followed as in training, and budgets stay those of the start: what random
 weights would make of them says nothing.
@@ -26,12 +27,13 @@ import numpy as np
 
 from pallas_kernels.bench import CEILING, why_no_file
 from sparrow_jax import memory
-from sparrow_jax.bench_setup import Setup, dense_schedule, measured_facts, mode_of, start
+from sparrow_jax.bench_setup import Setup, dense_schedule, measured_facts, mode_of, model_name, start
 from sparrow_jax.config import ConfigError, RolloutConfig
 from sparrow_jax.console import Console
 from sparrow_jax.json_files import read_object
 from sparrow_jax.metrics import CompileCounter
 from sparrow_jax.occupancy_plot import plot_occupancy
+from sparrow_jax.parallel import mesh as meshes
 from sparrow_jax.rollout.engine import Engine, Progress
 from sparrow_jax.rollout.pool import Request
 from sparrow_jax.rollout.step_times import sampling_of
@@ -50,10 +52,12 @@ class Lengths:
     Attributes:
         prompt_tokens: of every prompt.
         response_tokens: of each response, in the order of the requests.
+        samples_per_prompt: so many responses that follow each other have one prompt.
     """
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
+    samples_per_prompt: int = 1
 
     @property
     def longest_tokens(self) -> int:
@@ -80,41 +84,90 @@ class Occupancy:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One rollout of a bench.
+
+    Attributes:
+        schedule: dense or not.
+        rollout: the sampler's sizes.
+        note: what is to be said of its pool, or ''.
+        out: file for its figures.
+    """
+
+    schedule: Schedule
+    rollout: RolloutConfig
+    note: str
+    out: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Figures that a rollout is compared with, and their file."""
+
+    figures: Mapping[str, Any]
+    file: str
+
+
 def bench_whole_rollout(
-    setup: Setup, lengths_file: str, slots: tuple[int, ...], modes: tuple[str, ...], beside: str, out: Path
+    setup: Setup,
+    lengths_file: str,
+    slots: tuple[int, ...],
+    modes: tuple[str, ...],
+    beside: str,
+    learner_file: str,
+    out: Path,
 ) -> int:
-    """Times one rollout and writes figures and plots; returns the exit code.
+    """Times one rollout, or a dense and a sparse one, and writes figures and plots; returns the exit code.
 
     Args:
         setup: configuration and decoder.
         lengths_file: of forced lengths.
         slots: one number, or none for that of the configuration.
-        modes: one of 'dense' and 'sparse'.
+        modes: 'dense', 'sparse' or both.
         beside: figures of the other sampler for the same lengths, or ''.
-        out: JSON file for the figures; the plots go beside it.
+        learner_file: figures of `bench_learner`, by which steps of training are compared too, or ''.
+        out: JSON file for the figures, of the sparse sampler where both run; the dense one's get `.dense` in their
+            name, and the plots go beside it.
 
     Raises:
         ConfigError: flags, files and configuration do not fit each other, or memory does not suffice.
     """
-    schedule = _schedule(setup, modes)
     lengths = read_lengths(lengths_file)
     if lengths.longest_tokens > setup.shape.max_positions:
         raise ConfigError(
             f'--lengths={lengths_file}: its longest prompt and response have {lengths.longest_tokens} tokens, the '
             f'model knows {setup.shape.max_positions} positions'
         )
-    rollout, note = _rollout(setup, lengths, slots)
-    other = read_beside(beside, lengths, mode_of(schedule)) if beside else None
-    for file in (out, *(out.with_suffix(suffix) for suffix in PLOTS)):
-        if why_not := why_no_file(file):
-            raise ConfigError(f'--out={out}: {file.name}: {why_not}')
+    if beside and len(modes) > 1:
+        raise ConfigError(f'--beside={beside}: both samplers run here; give one of --modes')
+    cases = [
+        Case(_schedule(setup, mode), *_rollout(setup, lengths, slots), file)
+        for mode, file in zip(modes, [out.with_name(f'{out.stem}.dense{out.suffix}'), out][-len(modes) :], strict=True)
+    ]
+    other = Beside(read_beside(beside, lengths, mode_of(cases[0].schedule)), beside) if beside else None
+    learner_s = _learner_seconds(learner_file, setup, lengths) if learner_file else None
+    for case in cases:
+        for file in (case.out, *(case.out.with_suffix(suffix) for suffix in PLOTS)):
+            if why_not := why_no_file(file):
+                raise ConfigError(f'--out={out}: {file.name}: {why_not}')
+    for case in cases:
+        other = Beside(_run_case(setup, case, lengths, lengths_file, other, learner_s), str(case.out))
+    return 0
+
+
+def _run_case(
+    setup: Setup, case: Case, lengths: Lengths, lengths_file: str, other: Beside | None, learner_s: float | None
+) -> dict[str, Any]:
+    """Its figures, written and plotted."""
+    schedule, rollout, out = case.schedule, case.rollout, case.out
     with Console() as console:
         console.status('measuring the read bandwidth')
         engine = setup.engine(rollout, schedule)
-        facts = measured_facts(setup, engine) | _facts(engine, schedule, lengths, lengths_file)
+        facts = measured_facts(setup, engine) | _facts(setup, engine, schedule, lengths, lengths_file)
         start(console, f'Whole rollout, {mode_of(schedule)}', facts)
-        if note:
-            console.notice_once(note)
+        if case.note:
+            console.notice_once(case.note)
         reads = rollout_reads(
             setup.shape,
             schedule,
@@ -122,6 +175,8 @@ def bench_whole_rollout(
             prompt_tokens=lengths.prompt_tokens,
             response_tokens=lengths.response_tokens,
             slots=rollout.slots,
+            shards=engine.shards,
+            tensor=setup.mesh.shape['tensor'],
         )
         facts |= _roofline(reads)
 
@@ -131,14 +186,14 @@ def bench_whole_rollout(
         figures = facts | measure(setup, engine, lengths, console.status, write)
         figures['fraction_of_roofline'] = figures['roofline_s'] / figures['seconds']
         if other:
-            figures['beside'] = compared(figures, other, beside)
+            figures['beside'] = compared(figures, other.figures, other.file, learner_s)
         write(figures)
         for suffix in PLOTS:
-            plot_occupancy([figures, *([other] if other else [])], out.with_suffix(suffix))
+            plot_occupancy([figures, *([other.figures] if other else [])], out.with_suffix(suffix))
         if figures['compiled_late']:
             console.warn(f'compiled after warm-up: {", ".join(figures["compiled_late"])}')
         console.finish('Whole rollout', _shown(figures, out))
-    return 0
+    return figures
 
 
 def measure(
@@ -216,10 +271,12 @@ def measure(
 def forced_requests(lengths: Lengths, vocab_size: int, seed: int) -> list[Request]:
     """Random prompts, each with its response's length as the limit."""
     rng = np.random.default_rng(seed)
-    prompts = rng.integers(0, vocab_size, (len(lengths.response_tokens), lengths.prompt_tokens))
+    count = -(-len(lengths.response_tokens) // lengths.samples_per_prompt)
+    prompts = rng.integers(0, vocab_size, (count, lengths.prompt_tokens))
+    ids = [prompt.tolist() for prompt in prompts]
     return [
-        Request(prompt.tolist(), number, 0, limit)
-        for number, (prompt, limit) in enumerate(zip(prompts, lengths.response_tokens, strict=True))
+        Request(ids[number // lengths.samples_per_prompt], *divmod(number, lengths.samples_per_prompt), limit)
+        for number, limit in enumerate(lengths.response_tokens)
     ]
 
 
@@ -230,12 +287,13 @@ def read_lengths(file: str) -> Lengths:
         if field not in raw:
             raise ConfigError(f'--lengths={file}: field {field} is missing')
     is_count = lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0
-    prompt, responses = raw['prompt_tokens'], raw['response_tokens']
-    if not is_count(prompt):
-        raise ConfigError(f'--lengths={file}: prompt_tokens={prompt!r} must be a positive integer')
+    prompt, responses, samples = raw['prompt_tokens'], raw['response_tokens'], raw.get('samples_per_prompt', 1)
+    for name, value in (('prompt_tokens', prompt), ('samples_per_prompt', samples)):
+        if not is_count(value):
+            raise ConfigError(f'--lengths={file}: {name}={value!r} must be a positive integer')
     if not isinstance(responses, list) or not responses or not all(map(is_count, responses)):
         raise ConfigError(f'--lengths={file}: response_tokens must be a list of positive integers')
-    return Lengths(prompt, tuple(responses))
+    return Lengths(prompt, tuple(responses), samples)
 
 
 def read_beside(file: str, lengths: Lengths, mode: str) -> dict[str, Any]:
@@ -254,24 +312,51 @@ def read_beside(file: str, lengths: Lengths, mode: str) -> dict[str, Any]:
     return other
 
 
-def compared(figures: Mapping[str, Any], other: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """How much faster the sparse sampler is than the dense one, and how much it would be if both read all at best."""
+def compared(
+    figures: Mapping[str, Any], other: Mapping[str, Any], file: str, learner_s: float | None = None
+) -> dict[str, Any]:
+    """How much faster the sparse sampler is than the dense one, and how much it would be if both read all at best.
+
+    learner_s: seconds of the learner in a step with these responses, for the speedup of steps of training.
+    """
     dense, sparse = (figures, other) if figures['mode'] == 'dense' else (other, figures)
+    seconds = dense['seconds'], sparse['seconds']
+    of_step = {}
+    if learner_s is not None:
+        of_step = {'learner_s': learner_s, 'step_speedup': (seconds[0] + learner_s) / (seconds[1] + learner_s)}
     return {
+        **of_step,
         'file': file,
         'mode': other['mode'],
         'slots': other['slots'],
         'device': other['device'],
         'seconds': other['seconds'],
-        'speedup': dense['seconds'] / sparse['seconds'],
+        'speedup': seconds[0] / seconds[1],
         'roofline_speedup': dense['roofline_s'] / sparse['roofline_s'],
     }
 
 
-def _schedule(setup: Setup, modes: tuple[str, ...]) -> Schedule:
-    if len(modes) != 1:
-        raise ConfigError(f'--modes={",".join(modes)}: a whole rollout is of one sampler; give dense or sparse')
-    if modes == ('dense',):
+def _learner_seconds(file: str, setup: Setup, lengths: Lengths) -> float:
+    """Of scoring and update in a step with these responses, from `bench_learner`'s rows that are nearest in length.
+
+    Raises:
+        ConfigError: no such file, or of another model.
+    """
+    raw = read_object(Path(file), f'--learner={file}')
+    if not raw.get('rows') or 'devices' not in raw:
+        raise ConfigError(f'--learner={file}: holds no figures of sparrow_jax.bench_learner')
+    if raw['model'] != model_name(setup.shape):
+        raise ConfigError(f'--learner={file}: is of {raw["model"]}, not of {model_name(setup.shape)}')
+    tokens = sum(lengths.response_tokens) + len(lengths.response_tokens) * lengths.prompt_tokens
+    mean = tokens / len(lengths.response_tokens)
+    row = min(raw['rows'], key=lambda row: abs(row['row_tokens'] - mean))
+    ms = row['ms']
+    of_token = (ms['scoring'] + ms['gradients']) / (row['rows'] * row['row_tokens']) * raw['devices'] / setup.mesh.size
+    return (tokens * of_token + ms['optimizer update']) / 1e3
+
+
+def _schedule(setup: Setup, mode: str) -> Schedule:
+    if mode == 'dense':
         return dense_schedule(setup.schedule)
     if setup.schedule.kind == 'dense':
         raise ConfigError(f'schedule.kind={setup.schedule.kind!r}: --modes=sparse needs another schedule')
@@ -284,12 +369,13 @@ def _rollout(setup: Setup, lengths: Lengths, slots: tuple[int, ...]) -> tuple[Ro
     """The sampler's sizes, and what to say of its pool."""
     if len(slots) > 1 or any(n < 1 for n in slots):
         raise ConfigError(f'--slots={",".join(map(str, slots))}: must be one positive number with --lengths')
-    if setup.mesh.size > 1:
-        raise ConfigError(f'--lengths: a whole rollout is timed on one device, {setup.mesh.size} are visible')
+    shards, number = meshes.batch_shards(setup.mesh), slots[0] if slots else setup.run.rollout.slots
+    if number % shards:
+        raise ConfigError(f'--slots={number}: must be a multiple of the {shards} data shards')
     rollout = dataclasses.replace(
         setup.run.rollout,
-        slots=slots[0] if slots else setup.run.rollout.slots,
-        samples_per_prompt=1,
+        slots=number,
+        samples_per_prompt=lengths.samples_per_prompt,
         max_prompt_tokens=lengths.prompt_tokens,
         max_response_tokens=max(lengths.response_tokens),
     )
@@ -314,16 +400,18 @@ def _rollout(setup: Setup, lengths: Lengths, slots: tuple[int, ...]) -> tuple[Ro
     return fitted.rollout, note
 
 
-def _facts(engine: Engine, schedule: Schedule, lengths: Lengths, file: str) -> dict[str, Any]:
+def _facts(setup: Setup, engine: Engine, schedule: Schedule, lengths: Lengths, file: str) -> dict[str, Any]:
     return {
         'mode': mode_of(schedule),
         'schedule': schedule.kind,
         'budget_pages': list(schedule.budget_pages),
         'bin_width_tokens': schedule.bin_width_tokens,
+        'mesh': dict(setup.mesh.shape),
         'slots': engine.rollout.slots,
-        'pool_pages': engine.pool_pages,
+        'pool_pages': engine.pool_pages * engine.shards,
         'lengths': file,
         'prompt_tokens': lengths.prompt_tokens,
+        'samples_per_prompt': lengths.samples_per_prompt,
         'response_tokens': list(lengths.response_tokens),
     }
 
@@ -361,4 +449,8 @@ def _shown(figures: Mapping[str, Any], out: Path) -> dict[str, str]:
     if 'beside' in figures:
         beside = figures['beside']
         facts['sparse over dense'] = f'{beside["speedup"]:.2f} times, at best {beside["roofline_speedup"]:.2f}'
+        if 'step_speedup' in beside:
+            facts['steps of training'] = (
+                f'{beside["step_speedup"]:.2f} times, with {beside["learner_s"]:.1f} s of learning'
+            )
     return facts | {'written': ', '.join(str(out.with_suffix(suffix)) for suffix in (out.suffix, *PLOTS))}

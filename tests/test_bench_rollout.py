@@ -183,6 +183,7 @@ MISTAKES = {
     '--out={tmp}/file/bench.json': 'File exists|Not a directory',
     '--workdir=w': 'this command takes none',
     '--beside=dense.json': 'give --lengths, too',
+    '--learner=learner.json': 'give --lengths, too',
 }
 
 

@@ -3,7 +3,10 @@
 import importlib.util
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -145,6 +148,68 @@ def test_both_samplers_on_a_cpu(lengths, tmp_path, capsys):
     assert re.search(r'sparse over dense +\d', capsys.readouterr().out)
 
 
+@pytest.mark.slow
+def test_both_samplers_on_four_data_shards_with_shared_prompts_and_a_learner(tmp_path):
+    """Twelve responses of six prompts, on simulated devices."""
+    responses = (9, 4, 1, 12, 7, 7, 3, 16, 2, 5, 8, 6)
+    lengths, learner, out = (tmp_path / name for name in ('lengths.json', 'learner.json', 'out.json'))
+    fields = {'prompt_tokens': PROMPT, 'samples_per_prompt': 2, 'response_tokens': responses}
+    lengths.write_text(json.dumps(fields))
+    of_rows = {'row_tokens': 16, 'rows': 2, 'ms': {'scoring': 30.0, 'gradients': 90.0, 'optimizer update': 5.0}}
+    other = {'row_tokens': 4096, 'rows': 2, 'ms': dict.fromkeys(of_rows['ms'], 1e9)}
+    learner.write_text(json.dumps({'model': 'qwen3 0.11M', 'devices': 2, 'rows': [other, of_rows]}))
+    flags = [
+        '--slots=8',
+        '--config.parallel.data=4',
+        '--config.schedule.kind=fixed',
+        '--config.rollout.segment_steps=4',
+    ]
+    files = [f'--lengths={lengths}', f'--learner={learner}', f'--out={out}']
+    done = subprocess.run(
+        [sys.executable, '-m', 'sparrow_jax.bench_rollout', SMOKE, *flags, *files],
+        env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=4'},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    dense, sparse = (json.loads((tmp_path / name).read_text()) for name in ('out.dense.json', 'out.json'))
+    assert (dense['mode'], sparse['mode']) == ('dense', 'sparse')
+    for figures in (dense, sparse):
+        assert figures['mesh'] == {'data': 4, 'fsdp': 1, 'tensor': 1}
+        assert figures['compiled_late'] == []
+        assert figures['tokens'] == sum(responses)
+        assert figures['roofline']['steps'] == 15
+        assert max(figures['occupancy']['pages']) <= figures['pool_pages']
+    beside = sparse['beside']
+    assert beside['file'] == str(tmp_path / 'out.dense.json')
+    tokens = sum(responses) + len(responses) * PROMPT
+    assert beside['learner_s'] == pytest.approx((tokens * 120 / 32 * 2 / 4 + 5) / 1e3)
+    steps = [figures['seconds'] + beside['learner_s'] for figures in (dense, sparse)]
+    assert beside['step_speedup'] == pytest.approx(steps[0] / steps[1])
+    assert 'steps of training' in done.stdout
+
+
+def test_four_shards_share_what_is_read(setup):
+    sizes = {'prompt_tokens': PROMPT, 'response_tokens': RESPONSES, 'slots': 4}
+    one, four = (rollout_reads(setup.shape, setup.schedule, setup.dtype, **sizes, shards=n) for n in (1, 4))
+    assert (four.cache_bytes, four.steps) == (one.cache_bytes // 4, one.steps)
+    assert four.weight_bytes == one.weight_bytes
+
+
+def test_responses_that_follow_each_other_share_a_prompt():
+    lengths = whole_rollout.Lengths(PROMPT, (5, 6, 7, 8, 9), samples_per_prompt=2)
+    requests = whole_rollout.forced_requests(lengths, 100, seed=0)
+    assert [(r.prompt, r.sample, r.limit_tokens) for r in requests] == [
+        (0, 0, 5),
+        (0, 1, 6),
+        (1, 0, 7),
+        (1, 1, 8),
+        (2, 0, 9),
+    ]
+    assert requests[0].prompt_ids == requests[1].prompt_ids != requests[2].prompt_ids
+
+
 @pytest.fixture
 def pretended(monkeypatch):
     """An engine that samples a segment of everything in no time. Set `cut` to a response to make it too short, `after`
@@ -211,6 +276,9 @@ BAD_FILES = {
     'prompt_tokens=0 must be a positive integer': '{"prompt_tokens": 0, "response_tokens": [1]}',
     'response_tokens must be a list of positive': '{"prompt_tokens": 3, "response_tokens": [1, 2.5]}',
     'response_tokens must be a list of positive integers$': '{"prompt_tokens": 3, "response_tokens": []}',
+    'samples_per_prompt=-2 must be a positive integer': (
+        '{"prompt_tokens": 3, "response_tokens": [1], "samples_per_prompt": -2}'
+    ),
     'have 257 tokens, the model knows 256 positions': '{"prompt_tokens": 7, "response_tokens": [1, 250]}',
 }
 
@@ -231,7 +299,13 @@ MISTAKES = {
     ('--slots=2,3',): '--slots=2,3: must be one positive number',
     ('--slots=-1',): '--slots=-1: must be one positive number',
     ('--slots=100000000',): '--slots=100000000: needs about ',
-    ('--modes=dense,sparse',): '--modes=dense,sparse: a whole rollout is of one sampler',
+    ('--modes=dense,sparse', '--config.schedule.kind=fixed', '--beside={tmp}/same.json'): (
+        '--beside={tmp}/same.json: both samplers run here'
+    ),
+    ('--modes=dense,sparse', '--config.schedule.kind=dense'): "schedule.kind='dense': --modes=sparse needs another",
+    ('--learner={tmp}/none.json',): '--learner={tmp}/none.json: no such file',
+    ('--learner={tmp}/same.json',): '--learner={tmp}/same.json: holds no figures of sparrow_jax.bench_learner',
+    ('--learner={tmp}/learner.json',): '--learner={tmp}/learner.json: is of llama 1B, not of qwen3 0.11M',
     ('--cached_tokens=64',): '--cached_tokens=64: is for single steps',
     ('--pages_read=4',): '--pages_read=4: is for single steps',
     ('--modes=sparse', '--config.schedule.kind=dense'): "schedule.kind='dense': --modes=sparse needs another schedule",
@@ -253,6 +327,7 @@ def test_a_mistake_is_said_before_anything_is_measured(flags, lengths, tmp_path,
         ('half', {'mode': 'sparse', 'complete': False}),
     ):
         (tmp_path / f'{name}.json').write_text(json.dumps(done | fields))
+    (tmp_path / 'learner.json').write_text(json.dumps({'model': 'llama 1B', 'devices': 1, 'rows': [{}]}))
     (tmp_path / 'taken.png').mkdir()
     given = [flag.format(tmp=tmp_path) for flag in flags]
     assert call(SMOKE, f'--lengths={lengths}', '--modes=dense', f'--out={tmp_path}/out.json', *given) == 2
