@@ -75,7 +75,8 @@ class Prepared:
     @property
     def rounds(self) -> int:
         """As many as keep the device busy for longer than the host takes to start the graph."""
-        if self.shape.op == 'sparse_prefill':  # takes many times as long as it reads
+        # sparse_prefill takes many times as long as it reads; few calls are a rehearsal.
+        if self.shape.op == 'sparse_prefill' or self.calls_of_round < LEAST_SETS:
             return 1
         return math.ceil(GRAPH_SECONDS / (self.calls_of_round * max(self.bytes_read / CEILING, LEAST_KERNEL_SECONDS)))
 
