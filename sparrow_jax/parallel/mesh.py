@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparrow_jax.config import ConfigError, ParallelConfig
+from sparrow_jax.console import notice_once
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH_AXES = ('data', 'fsdp')  # axes over which rows and slots are split
@@ -38,8 +40,16 @@ def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = Non
 
     Raises ConfigError when the axis sizes do not multiply to their number.
     """
-    sizes = axis_sizes(config, len(jax.devices() if devices is None else devices))
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices)
+    devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(config, len(devices))
+    shape, types = tuple(sizes.values()), (jax.sharding.AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # fsdp 8 and tensor 8 on a 4 x 4 x 4 torus, of which each needs one axis and a half
+        given = ', '.join(f'{axis} {size}' for axis, size in sizes.items())
+        notice_once(f'parallel: {given} do not lie along whole axes of the slice: some collectives go further')
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=types)
 
 
 def batch_shards(mesh: Mesh) -> int:

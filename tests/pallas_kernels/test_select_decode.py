@@ -1,5 +1,6 @@
 """Choice and attention in one kernel against the two operations one after the other."""
 
+import dataclasses
 import functools
 
 import jax
@@ -56,6 +57,12 @@ def assert_same_attention(case, implementation, **options):
 
 
 FITTING = [case for case in WITH_KERNELS if one_kernel_takes(case)]
+# More than half of the multiprocessors: smaller tiles.
+MANY = [
+    dataclasses.replace(case, name=f'{case.name}_many', lengths=case.lengths * 3, budgets=case.budgets * 3)
+    for case in CASES
+    if case.name == 'bf16_whole_chunks'
+]
 
 
 def test_one_kernel_takes_all_but_wide_heads_in_float32():
@@ -72,7 +79,7 @@ def test_interpreted_kernel_attends_to_the_pages_that_it_chose(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('at_rest', [False, True])
-@over(FITTING)
+@over([*FITTING, *MANY])
 def test_kernel_attends_to_the_pages_that_it_chose(case, at_rest):
     assert_same_attention(case, Implementation.MOSAIC_GPU, landmarks_at_rest=at_rest)
 
@@ -99,9 +106,25 @@ def lowered(sequences, kv_heads=8, max_pages=64, cached=jnp.bfloat16):
     ).as_text()
 
 
-def test_one_kernel_runs_while_each_pair_has_a_multiprocessor():
-    text = lowered(16)
+@pytest.mark.parametrize('sequences', [8, 16])
+def test_one_kernel_runs_while_each_pair_has_a_multiprocessor(sequences):
+    """With tiles for few pairs, and with those for more."""
+    text = lowered(sequences)
     assert text.count('mosaic_gpu_v2') == 1
+
+
+def test_tiles_are_wide_for_few_pairs_and_smaller_for_more_and_for_long_tables():
+    def sizes(sequences, pages):
+        q, pool, landmarks = (
+            jax.ShapeDtypeStruct(s, jnp.bfloat16)
+            for s in ((sequences, 16, 128), (8, 64, 16, 256), (sequences, 8, pages, 128))
+        )
+        plan = kernel_gpu._parts(q, pool, landmarks, max_pages=64)[1]
+        return plan.tile, plan.stages
+
+    assert sizes(8, 2048) == (128, 2)
+    assert sizes(9, 2048) == (64, 3)
+    assert sizes(9, 16384) == (64, 2)
 
 
 @pytest.mark.parametrize(

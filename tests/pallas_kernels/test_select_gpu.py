@@ -15,7 +15,7 @@ from jitted_operations import over, page_select
 from pallas_kernels.implementation import HEAD_DIMS, Implementation
 from pallas_kernels.page_select import kernel_gpu, lanes_gpu
 from pallas_kernels.page_select.cases import CASES
-from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
+from pallas_kernels.page_select.tuning import HOPPER, HOPPER_MANY, HopperBlocks
 from pallas_kernels.pallas_gpu import kernel, layout_cast, load
 
 FITTING = [case for case in CASES if case.head_dim in HEAD_DIMS]
@@ -140,7 +140,7 @@ def test_kernel_chooses_the_same_pages(case, physical):
 @pytest.mark.parametrize('seed', range(20))
 @pytest.mark.parametrize(
     'blocks',
-    [HOPPER, HopperBlocks(1, 1, 128, 1), HopperBlocks(4, 96 << 10, 256, 3)],
+    [HOPPER, HOPPER_MANY, HopperBlocks(1, 1, 128, 1), HopperBlocks(4, 96 << 10, 256, 3)],
     ids=str,
 )
 def test_random_choices_on_a_gpu_are_those_of_numpy(small_blocks, blocks, seed, ties):

@@ -16,6 +16,7 @@ from sparrow_jax.parallel.mesh import (
     make_mesh,
     weight_sharding,
 )
+from sparrow_jax.slices import parse_slice, slice_devices
 
 MESH = AbstractMesh((2, 3, 4), AXES)
 
@@ -41,6 +42,17 @@ def test_the_remaining_devices_go_to_the_open_axis():
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_mesh(ParallelConfig(*sizes))
+
+
+def test_axes_that_share_one_of_the_torus_are_placed_all_the_same(capsys):
+    """Two axes of 8 on 4 x 4 x 4 chips: the case of the 32B model in docs/pods.md."""
+    devices = slice_devices(parse_slice('v5p:4x4x4'))
+    mesh = make_mesh(ParallelConfig(1, 8, 8), devices)
+    assert dict(mesh.shape) == {'data': 1, 'fsdp': 8, 'tensor': 8}
+    assert len(set(mesh.devices.flat)) == 64
+    assert 'fsdp 8, tensor 8 do not lie along whole axes' in capsys.readouterr().err
+    make_mesh(ParallelConfig(1, 4, 16), devices)
+    assert capsys.readouterr().err == ''
 
 
 def test_rows_are_split_over_data_and_fsdp():
