@@ -42,6 +42,8 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.max_prompt_tokens = 320
     c.rollout.max_response_tokens = 256
     c.rollout.page_tokens = 8  # a prompt and its answer fill some 33 pages
+    c.rollout.segment_steps = 32  # answers have 22 tokens at first
+    c.rollout.halvings = 0  # they end together
 
     c.schedule.budget_pages = 16  # with the reserved ones 19; from there it follows what it measures
     c.mismatch.bin_width_tokens = 128

@@ -21,6 +21,7 @@ def get_config(arg: str = '') -> ConfigDict:
     c.rollout.max_response_tokens = 2048
     c.rollout.page_tokens = 16
     c.rollout.segment_steps = 128  # so often budgets can move
+    c.rollout.halvings = 4
     c.rollout.prefill_rows = 32
 
     c.schedule.budget_pages = 32  # what it starts with, at every length

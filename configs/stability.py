@@ -152,7 +152,7 @@ def small(c: ConfigDict) -> None:
     c.rollout.max_response_tokens = 128
     c.rollout.page_tokens = 8
     c.rollout.segment_steps = 16
-    c.schedule.budget_pages = max(1, c.schedule.budget_pages // 4)
+    c.schedule.budget_pages = max(1, c.schedule.budget_pages // 10)
     c.mismatch.bin_width_tokens = 64
     c.learner.rows_per_microbatch = 8
     c.learner.row_tokens = 768  # three sequences
@@ -165,7 +165,7 @@ def smoke(c: ConfigDict) -> None:
     small(c)
     base.smoke(c)
     c.phase, c.schedule.kind = phase, kind
-    c.schedule.budget_pages = max(1, min(pages, 16) // 4)
+    c.schedule.budget_pages = max(1, pages // 20)
     c.model.shape.max_positions = 512
     c.data.source = 'reasoning_gym:trails'
     c.data.options = json.dumps(FEW)

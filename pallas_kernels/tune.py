@@ -32,11 +32,15 @@ from pallas_kernels.bench import (
     why_no_file,
 )
 from pallas_kernels.implementation import Implementation, choose, kernel_module
-from pallas_kernels.page_select.tuning import HOPPER, HopperBlocks
+from pallas_kernels.page_select.tuning import HopperBlocks, hopper_blocks
 from pallas_kernels.shapes import GRIDS, Shape
 from pallas_kernels.tuning_gpu import DENSE_DECODE, SPARSE_DECODE, Blocks
 
-IN_USE: dict[str, Any] = {'sparse_decode': SPARSE_DECODE, 'dense_decode': DENSE_DECODE, 'page_select': HOPPER}
+IN_USE: dict[str, Callable[[Shape], Any]] = {
+    'sparse_decode': lambda _: SPARSE_DECODE,
+    'dense_decode': lambda _: DENSE_DECODE,
+    'page_select': lambda shape: hopper_blocks(shape.sequences * shape.kv_heads),
+}
 _ATTENTION = [
     Blocks(*sizes)
     for sizes in itertools.product((64, 128), (2, 3, 4, 6), (4096, 8192, 1 << 20))
@@ -108,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options.out.write_text(json.dumps(rows, indent=1) + '\n')
     for op in ops:
         best = min(CANDIDATES[op], key=functools.partial(_mean, [row for row in rows if row['op'] == op]))
-        print(f'{op}: best over all {best}, in use {IN_USE[op]}')
+        in_use = dict.fromkeys(IN_USE[op](shape) for shape in GRIDS[options.grid] if shape.op == op)
+        print(f'{op}: best over all {best}, in use {", ".join(map(str, in_use))}')
     return 0
 
 
@@ -122,7 +127,7 @@ def _mean(rows: list[dict[str, Any]], blocks: Any) -> float:
 
 def _line(shape: Shape, rows: list[dict[str, Any]]) -> str:
     best = min(rows, key=lambda row: row['us'])
-    used_blocks = IN_USE[shape.op]
+    used_blocks = IN_USE[shape.op](shape)
     [used] = _of(rows, used_blocks)
     sizes = ', '.join(f'{field.name} {best[field.name]}' for field in dataclasses.fields(used_blocks))
     return f'{shape.title:<58} {best["us"]:.1f} us with {sizes}; in use {used["us"]:.1f} us'

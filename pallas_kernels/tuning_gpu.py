@@ -1,4 +1,4 @@
-"""Block sizes of sparse_decode and dense_decode on GPUs, as data.
+"""Block sizes of sparse_decode, dense_decode and the attention of select_decode on GPUs, as data.
 
 `python -m pallas_kernels.tune` times the candidates and prints which of them is best for each shape.
 """
@@ -14,7 +14,7 @@ class Blocks:
         tile_tokens: tokens multiplied at once, 64 or 128.
         stages: tiles in shared memory, all but the one at hand under way.
         split_tokens: cached tokens that one thread block reads at most; longer lists are split, and the parts combined
-            afterwards. It depends on nothing but the list, so that a result does not depend on the batch.
+            afterwards. It depends on nothing but the list, whatever the batch.
     """
 
     tile_tokens: int

@@ -5,8 +5,8 @@ tokens and pages read, beside the time that reading the bytes takes at best, and
 Weights of the model's shape and everything in the cache are random; no checkpoint, tokenizer or data is read. The
 figures go to a JSON file, which is written anew after every row.
 
-With --lengths=FILE.json it times one whole rollout instead, responses with forced lengths by one of the samplers
-(--modes=sparse or --modes=dense): see `sparrow_jax.whole_rollout`.
+With --lengths=FILE.json it times whole rollouts instead, responses with forced lengths, first by the dense sampler (its
+figures go to NAME.dense.json), then by the sparse one; --modes takes one alone: see `sparrow_jax.whole_rollout`.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ def bench_rollout(
     learner: str,
     out: str,
 ) -> int:
-    """Measures every case, or one whole rollout, and writes the figures; returns the exit code."""
+    """Measures every case, or whole rollouts, and writes the figures; returns the exit code."""
     if workdir:
         raise ConfigError(f'--workdir={workdir}: this command takes none; --out names its file')
     setup = make_setup(run)

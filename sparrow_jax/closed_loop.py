@@ -28,7 +28,7 @@ from absl import flags
 
 from sparrow_jax import closed_loop_plot, commands
 from sparrow_jax.closed_loop_steps import Steps
-from sparrow_jax.config import ConfigError, RunConfig, completed, differing_fields
+from sparrow_jax.config import ConfigError, RunConfig, differing_fields, with_new_fields
 from sparrow_jax.config_checks import POLICIES
 from sparrow_jax.console import Console
 from sparrow_jax.json_files import read_object
@@ -62,7 +62,7 @@ class Record:
         self.data: dict[str, Any] = {'config': config, 'offline': {}, 'best': {}, 'closed': {}}
         if self.file.exists():
             self.data |= read_object(self.file)
-            self.data['config'] = completed(self.data['config'], str(self.file))
+            self.data['config'] = with_new_fields(self.data['config'], str(self.file), run)
             if different := differing_fields(kept(self.data['config']), kept(config)):
                 raise ConfigError(
                     f'--out={folder}: was begun with another configuration ({"; ".join(different)}); '

@@ -321,37 +321,42 @@ def to_json(run: RunConfig) -> str:
     return json.dumps(dataclasses.asdict(run), indent=2, sort_keys=True) + '\n'
 
 
-def completed(stored: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """A configuration that an earlier version stored, with the fields that have come since, at their defaults.
+def with_new_fields(stored: Mapping[str, Any], file: str, run: RunConfig | None = None) -> dict[str, Any]:
+    """A configuration that an earlier version stored, with the fields that have come since.
 
     They are said on the console: what that version did may have been something else.
 
+    Args:
+        file: where it is stored, for messages.
+        run: has their values, as where a run goes on; by default they are those of configs/base.py.
+
     Raises:
-        ConfigError: it is none, as where the folder is a checkpoint's.
+        ConfigError: it is no configuration, as where the folder is a checkpoint's.
     """
     from configs import base  # the defaults; it imports no more than ml_collections
 
-    defaults = base.get_config().to_dict()
-    foreign = [name for name in stored if name not in defaults]
-    if foreign or not all(section in stored for section in ('model', 'rollout')):
-        what = f'has a field {foreign[0]}' if foreign else 'has no model or no rollout'
-        raise ConfigError(f'{file}: is not the configuration of a run ({what})')
+    fields = base.get_config().to_dict() if run is None else dataclasses.asdict(run)
+    if foreign := [name for name in stored if name not in fields]:
+        raise ConfigError(f'{file}: is not the configuration of a run (there is no field {foreign[0]})')
+    if not all(section in stored for section in ('model', 'rollout')):
+        raise ConfigError(f'{file}: is not the configuration of a run (it has no model or no rollout)')
     added: list[str] = []
 
-    def fill(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def fill(values: Mapping[str, Any], whole: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         filled = dict(values)
-        for name, default in defaults.items():
+        for name, value in whole.items():
             if name not in values:
-                filled[name] = default
-                added.append(f'{prefix}{name}')
-            elif isinstance(default, Mapping) and isinstance(values[name], Mapping) and name != 'template_options':
-                filled[name] = fill(values[name], default, f'{prefix}{name}.')
+                filled[name] = value
+                added.append(f'{prefix}{name}={value}')
+            # Options of a chat template are free: none of them is missing.
+            elif isinstance(value, Mapping) and isinstance(values[name], Mapping) and name != 'template_options':
+                filled[name] = fill(values[name], value, f'{prefix}{name}.')
         return filled
 
-    whole = fill(stored, defaults, '')
+    complete = fill(stored, fields, '')
     if added:
-        notice_once(f'{file}: of an earlier version; has the defaults of today for {", ".join(added)}')
-    return json.loads(json.dumps(whole))
+        notice_once(f'{file}: of an earlier version, which had no {", ".join(added)}')
+    return json.loads(json.dumps(complete))
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = '') -> list[str]:

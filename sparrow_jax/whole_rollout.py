@@ -133,6 +133,8 @@ def bench_whole_rollout(
     Raises:
         ConfigError: flags, files and configuration do not fit each other, or memory does not suffice.
     """
+    if jax.process_count() > 1:
+        raise ConfigError(f'--lengths={lengths_file}: whole rollouts are timed in one process, with all of its devices')
     lengths = read_lengths(lengths_file)
     if lengths.longest_tokens > setup.shape.max_positions:
         raise ConfigError(
@@ -141,11 +143,16 @@ def bench_whole_rollout(
         )
     if beside and len(modes) > 1:
         raise ConfigError(f'--beside={beside}: both samplers run here; give one of --modes')
+    if learner_file and not beside and len(modes) == 1:
+        raise ConfigError(f'--learner={learner_file}: compares two samplers; give both of --modes, or --beside')
+    if out.suffix != '.json':
+        raise ConfigError(f'--out={out}: must end in .json; the pictures get their names from it')
+    files = [out.with_suffix('.dense.json'), out] if len(modes) > 1 else [out]  # the dense one comes first
     cases = [
         Case(_schedule(setup, mode), *_rollout(setup, lengths, slots), file)
-        for mode, file in zip(modes, [out.with_name(f'{out.stem}.dense{out.suffix}'), out][-len(modes) :], strict=True)
+        for mode, file in zip(modes, files, strict=True)
     ]
-    other = Beside(read_beside(beside, lengths, mode_of(cases[0].schedule)), beside) if beside else None
+    other = Beside(read_beside(beside, setup, lengths, mode_of(cases[0].schedule)), beside) if beside else None
     learner_s = _learner_seconds(learner_file, setup, lengths) if learner_file else None
     for case in cases:
         for file in (case.out, *(case.out.with_suffix(suffix) for suffix in PLOTS)):
@@ -296,11 +303,11 @@ def read_lengths(file: str) -> Lengths:
     return Lengths(prompt, tuple(responses), samples)
 
 
-def read_beside(file: str, lengths: Lengths, mode: str) -> dict[str, Any]:
+def read_beside(file: str, setup: Setup, lengths: Lengths, mode: str) -> dict[str, Any]:
     """Figures of the other sampler.
 
     Raises:
-        ConfigError: not such a file, an unfinished run, the same sampler, or other lengths.
+        ConfigError: not such a file, an unfinished run, the same sampler, or another model, other devices or lengths.
     """
     other = read_object(Path(file), f'--beside={file}')
     if not other.get('complete') or 'roofline_s' not in other:
@@ -309,6 +316,15 @@ def read_beside(file: str, lengths: Lengths, mode: str) -> dict[str, Any]:
         raise ConfigError(f'--beside={file}: is of the {mode} sampler, too; give the other one')
     if (other['prompt_tokens'], tuple(other['response_tokens'])) != (lengths.prompt_tokens, lengths.response_tokens):
         raise ConfigError(f'--beside={file}: was measured with other lengths')
+    here = {
+        'model': model_name(setup.shape),
+        'device': jax.devices()[0].device_kind,
+        'devices': jax.device_count(),
+        'samples_per_prompt': lengths.samples_per_prompt,
+    }
+    for name, value in here.items():
+        if other.get(name, 1) != value:
+            raise ConfigError(f'--beside={file}: was measured with {name} {other.get(name, 1)}, here it is {value}')
     return other
 
 
@@ -343,10 +359,13 @@ def _learner_seconds(file: str, setup: Setup, lengths: Lengths) -> float:
         ConfigError: no such file, or of another model.
     """
     raw = read_object(Path(file), f'--learner={file}')
-    if not raw.get('rows') or 'devices' not in raw:
+    here = {'model': model_name(setup.shape), 'device': jax.devices()[0].device_kind}
+    is_row = lambda row: {'row_tokens', 'rows', 'ms'} <= row.keys()
+    if not raw.get('rows') or not all(map(is_row, raw['rows'])) or not {*here, 'devices'} <= raw.keys():
         raise ConfigError(f'--learner={file}: holds no figures of sparrow_jax.bench_learner')
-    if raw['model'] != model_name(setup.shape):
-        raise ConfigError(f'--learner={file}: is of {raw["model"]}, not of {model_name(setup.shape)}')
+    for name, value in here.items():
+        if raw[name] != value:
+            raise ConfigError(f'--learner={file}: is of {raw[name]}, not of {value}')
     tokens = sum(lengths.response_tokens) + len(lengths.response_tokens) * lengths.prompt_tokens
     mean = tokens / len(lengths.response_tokens)
     row = min(raw['rows'], key=lambda row: abs(row['row_tokens'] - mean))

@@ -14,11 +14,12 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sparrow_jax.config import ConfigError, RunConfig, completed, differing_fields, resolve, to_json
+from sparrow_jax.config import ConfigError, RunConfig, differing_fields, resolve, to_json, with_new_fields
 from sparrow_jax.console import notice_once
 from sparrow_jax.json_files import read_object
 
@@ -202,19 +203,20 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _stored_config(folder: Path) -> Mapping[str, Any] | None:
+def _stored_config(folder: Path, run: RunConfig | None = None) -> Mapping[str, Any] | None:
+    """Of an earlier start, with `config.with_new_fields`."""
     file = folder / CONFIG_NAME
     if not file.exists():
         return None
     try:
-        return completed(read_object(file), str(file))
+        return with_new_fields(read_object(file), str(file), run)
     except ConfigError as error:
         raise ConfigError(f'{error}; give another --workdir') from error
 
 
 def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> bool:
     """Whether the folder holds an earlier start of `run`; raises ConfigError where it holds results of another run."""
-    stored = _stored_config(folder)
+    stored = _stored_config(folder, run)
     if stored is None:
         return False
     changed = differing_fields(stored, json.loads(to_json(run)))
@@ -224,9 +226,17 @@ def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> 
     if lines:
         raise ConfigError(
             f'--workdir={folder}: belongs to another configuration; give another --workdir, or undo these changes (a '
-            'run goes on with the overrides that it began with):\n  ' + '\n  '.join(lines)
+            'run goes on with the overrides that it began with; defaults may have changed since):\n  '
+            + '\n  '.join(lines)
+            + f'\nas by {" ".join(map(_flag_of, lines))}'
         )
     return True
+
+
+def _flag_of(line: str) -> str:
+    """That gives a field its old value, of a line of `differing_fields`."""
+    field, change = line.split(': ', 1)
+    return shlex.quote(f'--config.{field}={change.split(" -> ")[0].strip(chr(39))}')
 
 
 def _has_results(folder: Path) -> bool:

@@ -10,7 +10,7 @@ import transformers
 from tiny_run import ROOT, contents, newest_checkpoint, rows_of
 
 from sparrow_jax import assembly, commands, evaluate, export, generate, memory, train
-from sparrow_jax.config import resolve
+from sparrow_jax.config import differing_fields, resolve, to_json
 from sparrow_jax.metrics import read_rows
 from sparrow_jax.models.weights import load_params
 from sparrow_jax.workdir import Workdir
@@ -57,6 +57,14 @@ def trained(call, tmp_path_factory):
 
 
 ALIKE = ('qwen3_0p6b.py', 'qwen3_4b.py', 'qwen3_14b.py', 'qwen3_32b.py')  # but for numbers that smoke forms replace
+
+
+def test_smoke_forms_that_are_left_to_the_long_checks_are_like_one_that_runs():
+    smoke = lambda name: json.loads(to_json(resolve(commands.load_config(f'configs/{name}:smoke'))))
+    run = [smoke('qwen3_1p7b.py'), smoke('qwen3_8b.py')]
+    for name in ALIKE:
+        different = min((differing_fields(one, smoke(name)) for one in run), key=len)
+        assert [line.split(':')[0] for line in different] in ([], ['schedule.model'])
 
 
 @pytest.mark.slow

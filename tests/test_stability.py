@@ -58,6 +58,13 @@ def test_forms_work_in_any_order(order):
     assert (run.phase, run.model.random_weights, run.model.shape.d_model) == ('supervised', True, 64)
 
 
+@pytest.mark.parametrize('form', ['', ',small', ',smoke'])
+def test_fixed_arms_differ_in_every_form(form):
+    arms = [resolve(stability.get_config(f'fixed,{name}{form}')) for name in ('aggressive', 'middle', 'lenient')]
+    pages = [run.schedule.budget_pages for run in arms]
+    assert pages == sorted(set(pages))
+
+
 @pytest.mark.parametrize('arm', ['dense', 'fixed,aggressive', 'adaptive,0.9'])
 def test_smoke_keeps_the_arm(arm):
     run = resolve(stability.get_config(f'{arm},smoke'))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from tiny_run import ROOT, exit_code
@@ -157,7 +158,8 @@ def test_both_samplers_on_four_data_shards_with_shared_prompts_and_a_learner(tmp
     lengths.write_text(json.dumps(fields))
     of_rows = {'row_tokens': 16, 'rows': 2, 'ms': {'scoring': 30.0, 'gradients': 90.0, 'optimizer update': 5.0}}
     other = {'row_tokens': 4096, 'rows': 2, 'ms': dict.fromkeys(of_rows['ms'], 1e9)}
-    learner.write_text(json.dumps({'model': 'qwen3 0.11M', 'devices': 2, 'rows': [other, of_rows]}))
+    here = {'model': 'qwen3 0.11M', 'device': 'cpu', 'devices': 2}
+    learner.write_text(json.dumps(here | {'rows': [other, of_rows]}))
     flags = [
         '--slots=8',
         '--config.parallel.data=4',
@@ -303,9 +305,19 @@ MISTAKES = {
         '--beside={tmp}/same.json: both samplers run here'
     ),
     ('--modes=dense,sparse', '--config.schedule.kind=dense'): "schedule.kind='dense': --modes=sparse needs another",
-    ('--learner={tmp}/none.json',): '--learner={tmp}/none.json: no such file',
-    ('--learner={tmp}/same.json',): '--learner={tmp}/same.json: holds no figures of sparrow_jax.bench_learner',
-    ('--learner={tmp}/learner.json',): '--learner={tmp}/learner.json: is of llama 1B, not of qwen3 0.11M',
+    ('--modes=dense,sparse', '--config.schedule.kind=fixed', '--learner={tmp}/none.json'): (
+        '--learner={tmp}/none.json: no such file'
+    ),
+    ('--modes=dense,sparse', '--config.schedule.kind=fixed', '--learner={tmp}/same.json'): (
+        '--learner={tmp}/same.json: holds no figures of sparrow_jax.bench_learner'
+    ),
+    ('--modes=dense,sparse', '--config.schedule.kind=fixed', '--learner={tmp}/learner.json'): (
+        '--learner={tmp}/learner.json: is of llama 1B, not of qwen3 0.11M'
+    ),
+    ('--learner={tmp}/learner.json',): '--learner={tmp}/learner.json: compares two samplers; give both of --modes',
+    ('--beside={tmp}/model.json',): '--beside={tmp}/model.json: was measured with model llama 1B, here it is qwen3',
+    ('--beside={tmp}/many.json',): '--beside={tmp}/many.json: was measured with samples_per_prompt 8, here it is 1',
+    ('--out={tmp}/run',): '--out={tmp}/run: must end in .json',
     ('--cached_tokens=64',): '--cached_tokens=64: is for single steps',
     ('--pages_read=4',): '--pages_read=4: is for single steps',
     ('--modes=sparse', '--config.schedule.kind=dense'): "schedule.kind='dense': --modes=sparse needs another schedule",
@@ -321,13 +333,18 @@ MISTAKES = {
 @pytest.mark.parametrize('flags', MISTAKES)
 def test_a_mistake_is_said_before_anything_is_measured(flags, lengths, tmp_path, capsys):
     done = {'complete': True, 'roofline_s': 1.0, 'prompt_tokens': PROMPT, 'response_tokens': RESPONSES}
+    done |= {'model': 'qwen3 0.11M', 'device': jax.devices()[0].device_kind, 'devices': jax.device_count()}
     for name, fields in (
         ('same', {'mode': 'dense'}),
         ('longer', {'mode': 'sparse', 'prompt_tokens': PROMPT + 1}),
         ('half', {'mode': 'sparse', 'complete': False}),
+        ('model', {'mode': 'sparse', 'model': 'llama 1B'}),
+        ('many', {'mode': 'sparse', 'samples_per_prompt': 8}),
     ):
         (tmp_path / f'{name}.json').write_text(json.dumps(done | fields))
-    (tmp_path / 'learner.json').write_text(json.dumps({'model': 'llama 1B', 'devices': 1, 'rows': [{}]}))
+    (tmp_path / 'learner.json').write_text(
+        json.dumps(done | {'model': 'llama 1B', 'rows': [{'row_tokens': 1, 'rows': 1, 'ms': {}}]})
+    )
     (tmp_path / 'taken.png').mkdir()
     given = [flag.format(tmp=tmp_path) for flag in flags]
     assert call(SMOKE, f'--lengths={lengths}', '--modes=dense', f'--out={tmp_path}/out.json', *given) == 2

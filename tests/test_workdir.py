@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from configs import base
+from sparrow_jax import console
 from sparrow_jax import workdir as workdir_module
 from sparrow_jax.config import ConfigError, RunConfig, resolve, to_json
 from sparrow_jax.workdir import Workdir, empty_folder, results_folder, write_atomically
@@ -91,27 +92,31 @@ def test_a_command_may_allow_other_differences_without_storing_them(tmp_path):
         Workdir.open(str(tmp_path), make_run(seed=1), 'evaluate', may_change=('evaluate',))
 
 
-def test_fields_that_came_after_a_run_are_filled_in_and_said(tmp_path, capsys):
-    start_with_a_result(tmp_path)
+def test_fields_that_came_after_a_run_are_filled_in_and_said(tmp_path, capsys, monkeypatch):
+    """By those who only read with the defaults, where it goes on with what its own configuration says today."""
+    monkeypatch.setattr(console, '_told', set())
+    run = make_run(**{'rollout.halvings': 0})
+    with Workdir.open(str(tmp_path), run, 'train') as workdir:
+        workdir.metrics_file.write_text('{"step": 0}\n')
     stored = json.loads((tmp_path / 'config.json').read_text())
     del stored['rollout']['halvings'], stored['guard']
     (tmp_path / 'config.json').write_text(json.dumps(stored))
     assert Workdir.existing(str(tmp_path))[1] == make_run()
     said = capsys.readouterr().err
-    assert 'of an earlier version; has the defaults of today for ' in said
-    assert 'rollout.halvings' in said
-    assert 'guard' in said
-    with pytest.raises(ConfigError, match=r'rollout.halvings: 4 -> 0'):
-        Workdir.open(str(tmp_path), make_run(**{'rollout.halvings': 0}), 'train')
-    with Workdir.open(str(tmp_path), make_run(), 'train') as workdir:
+    assert 'of an earlier version, which had no guard={' in said
+    assert 'rollout.halvings=4' in said
+    with Workdir.open(str(tmp_path), run, 'train') as workdir:
         assert workdir.resumed
+    assert 'rollout.halvings=0' in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r'rollout.halvings: 0 -> 4\nas by --config.rollout.halvings=0$'):
+        Workdir.open(str(tmp_path), make_run(), 'train')
 
 
 @pytest.mark.parametrize(
     ('text', 'what'),
     [
-        ('{"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}', 'has a field architectures'),
-        ('{}', 'has no model or no rollout'),
+        ('{"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}', 'there is no field architectures'),
+        ('{}', 'it has no model or no rollout'),
     ],
 )
 def test_the_folder_of_a_checkpoint_is_left_alone(text, what, tmp_path):

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.page_select.choice_gpu import Choice, for_copies
-from pallas_kernels.page_select.tuning import HOPPER, HOPPER_MANY, HopperBlocks
+from pallas_kernels.page_select.tuning import HopperBlocks, hopper_blocks
 from pallas_kernels.pallas_gpu import MULTIPROCESSORS, kernel
 
 _STATIC = ('page_tokens', 'max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'interpret', 'blocks')
@@ -37,9 +37,9 @@ def page_select(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.page_select`; `blocks` are those of `tuning` unless given."""
     B, K, N, A = landmark_BKNA.shape
-    blocks = blocks or (HOPPER if B * K <= 2 * MULTIPROCESSORS else HOPPER_MANY)
     # Interpreted warpgroups wait for each other in threads of the CPU's pool, which may have too few: one never ends.
-    blocks = dataclasses.replace(blocks, warpgroups=1) if interpret else blocks
+    used = hopper_blocks(B * K)
+    blocks = blocks or (dataclasses.replace(used, warpgroups=1) if interpret else used)
     landmark_BKNA, whole = for_copies(landmark_BKNA)
     choice = Choice(
         N=N,

@@ -60,3 +60,9 @@ HOPPER = HopperBlocks(warpgroups=2, held_bytes=64 << 10, chunk_pages=1024, digit
 # Four fit, for more pairs of sequence and KV head than two on each multiprocessor: 96 sequences of 1K tokens take 8.2
 # instead of 11.5 us, of 8K tokens as long as before.
 HOPPER_MANY = HopperBlocks(warpgroups=1, held_bytes=32 << 10, chunk_pages=1024, digit_bits=2)
+_HELD_BLOCKS = 2 * 132  # of HOPPER, that an H200 has room for
+
+
+def hopper_blocks(pairs: int) -> HopperBlocks:
+    """For so many pairs of sequence and KV head."""
+    return HOPPER if pairs <= _HELD_BLOCKS else HOPPER_MANY

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-_MULTIPROCESSORS = 132  # of an H200
-_SHARED_BYTES = 227 << 10  # of one, for all thread blocks on it
+from pallas_kernels.pallas_gpu import MULTIPROCESSORS
+
+SHARED_BYTES = 227 << 10  # of a multiprocessor, for all thread blocks on it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +34,18 @@ class HopperBlocks:
 def hopper_blocks(rows: int, depth_of_all: int, columns: Sequence[int], gated: bool) -> HopperBlocks:
     """Found on an H200 with the widths of Qwen3 1.7B and 8B.
 
-    As many splits as keep all thread blocks on the device at once, each with four steps or more: beyond 32 rows one
-    block fills a multiprocessor, and a second wave of them would begin anew while the first has gone. More under way
-    than these stages is slower again. Gated blocks are few: with six stages no more than two fit on a multiprocessor,
-    on which early ones would crowd, and one if there is one for each of them.
+    As many splits as keep all thread blocks on the device at once, each with four steps or more: beyond 32 rows a block
+    fills a multiprocessor, and with more blocks than these the rest would wait until one has ended. More under way than
+    these stages is slower again. Gated blocks are few: with six stages no more than two fit on a multiprocessor, on
+    which early ones would crowd, and one if there is one for each of them; with 96 rows three longer ones are faster.
     """
     if gated:
-        alone = columns[0] // 64 <= _MULTIPROCESSORS
+        alone = columns[0] // 64 <= MULTIPROCESSORS
         if rows > 64 and depth_of_all % 128 == 0:
             return HopperBlocks(columns=64, depth=128, stages=3, splits=1, alone=alone)
         return HopperBlocks(columns=64, depth=64, stages=6, splits=1, alone=alone)
     depth = 128 if depth_of_all % 128 == 0 else 64
     blocks = HopperBlocks(columns=64, depth=depth, stages=4 * 128 // depth, splits=1)
-    resident = min(_SHARED_BYTES // blocks.shared_bytes(rows, 1), 2)
+    resident = min(SHARED_BYTES // blocks.shared_bytes(rows, 1), 2)
     most = max(depth_of_all // (4 * depth), 1)
-    return dataclasses.replace(blocks, splits=max(min(resident * _MULTIPROCESSORS // (sum(columns) // 64), most, 8), 1))
+    return dataclasses.replace(blocks, splits=max(min(resident * MULTIPROCESSORS // (sum(columns) // 64), most, 8), 1))

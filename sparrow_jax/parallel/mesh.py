@@ -47,7 +47,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = Non
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # fsdp 8 and tensor 8 on a 4 x 4 x 4 torus, of which each needs one axis and a half
         given = ', '.join(f'{axis} {size}' for axis, size in sizes.items())
-        notice_once(f'parallel: {given} do not lie along whole axes of the slice: some collectives go further')
+        notice_once(f'parallel: {given} do not lie along whole axes of the slice: some collectives cross more links')
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(grid, AXES, axis_types=types)
 

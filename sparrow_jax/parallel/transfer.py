@@ -20,8 +20,8 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
     Args:
         tree: pytree of NumPy arrays, or of jax arrays that this process can read.
-        sharding: of every leaf. On devices that exist for the compiler alone no array can lie: there the result, which
-            has no use but its shape, stays with the host.
+        sharding: of every leaf. On devices that exist for the compiler alone no array can lie: of the result then only
+            the shape is of use.
     """
     if _holds_nothing(sharding):
         return jax.tree.map(jnp.asarray, tree)

@@ -2,7 +2,8 @@
 
 A decode step of many slots, most of them idle, takes longer than one of few: kernels are laid out for as many sequences
 as there are slots, and draws are made for all. So segments are also compiled for the first half of the slots, the first
-quarter and so on, and sequences behind them move to the front, within their data shard. Pages stay where they are.
+quarter and so on, rounded up to whole groups of the rows that kernels multiply together, and sequences behind them move
+to the front, within their data shard. Pages stay where they are.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ ROWS = 8  # that kernels multiply together at least
 
 
 def widths(slots: int, halvings: int, probes: int) -> tuple[int, ...]:
-    """Slots of a shard that segments are compiled for, descending: all, and so many halves (rounded up, those of more
-    than eight slots to multiples of eight), as far as a slot remains beside the probes, which do not move.
+    """Slots of a shard that segments are compiled for, descending: all, and so many halves, as far as a slot remains
+    beside the probes, which do not move. Halves of more than eight slots are rounded up to multiples of eight.
     """
     found = [slots]
     for _ in range(halvings):

@@ -85,8 +85,8 @@ def fused_hidden(
     cos_B1R, sin_B1R = rope_angles(shape, position_B[:, None])
     layers = list(decoder.layers)
     next_norms = [*(layer.attention_norm for layer in layers[1:]), decoder.final_norm]
-    # Rows that the products would otherwise add and take away again, each in a kernel of its own. Between here and the
-    # end B is their number, but in what `write` and `attend` take.
+    # Rows that the products would otherwise add and take away again, each in a kernel of its own: from here to the end
+    # B counts them too, while `write` and `attend` work on the sequences.
     sequences = token_B.shape[0]
     missing = -sequences % products.ROW_MULTIPLE
     token_B = jnp.pad(token_B, (0, missing))

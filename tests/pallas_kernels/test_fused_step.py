@@ -10,6 +10,7 @@ from aot import lower_for_h200
 from jitted_operations import over
 
 from pallas_kernels.implementation import Implementation, kernel_module
+from pallas_kernels.pallas_gpu import MULTIPROCESSORS
 from pallas_kernels.residual_norm import cases as norm_cases
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.rotate_and_write import cases as rotate_cases
@@ -63,7 +64,8 @@ def test_rotate_and_write_normalizes_turns_and_writes(case):
     arguments = case.arguments(free=np.nan)
     q_BHA, pages_KPCE, _ = rotate_and_write(**arguments)
     K, A, C = case.cache.kv_heads, case.cache.head_dim, case.cache.page_tokens
-    heads_BhA = wide(arguments['parts_SBF']).sum(axis=0).reshape(len(case.cache.positions), -1, A)
+    sequences = len(case.cache.positions)
+    heads_BhA = wide(arguments['parts_SBF'])[:, :sequences].sum(axis=0).reshape(sequences, -1, A)
     H = case.group * K
     angle = wide(arguments['cos_BR']) + 1j * wide(arguments['sin_BR'])
 
@@ -159,6 +161,22 @@ def test_blocks_fit_a_multiprocessor_and_cover_the_depth(case):
     assert blocks.splits * 4 * blocks.depth <= case.depth
 
 
+@pytest.mark.parametrize('rows', [8, 32, 40, 96, 128])
+@pytest.mark.parametrize(('depth', 'columns'), [(2048, (2048, 1024, 1024)), (6144, (2048,)), (4096, (4096,))])
+def test_all_blocks_of_a_product_are_on_the_device_at_once(rows, depth, columns):
+    blocks = tuning.hopper_blocks(rows, depth, columns, gated=False)
+    number = sum(columns) // blocks.columns * blocks.splits
+    room = min(tuning.SHARED_BYTES // blocks.shared_bytes(rows, 1), 2) * MULTIPROCESSORS
+    assert 0.9 * room <= number <= room
+
+
+@pytest.mark.parametrize(('rows', 'depth'), [(64, 2048), (96, 2048), (96, 2112), (128, 4096)])
+def test_gated_blocks_fit_with_any_rows(rows, depth):
+    blocks = tuning.hopper_blocks(rows, depth, (6144, 6144), gated=True)
+    assert blocks.shared_bytes(rows, 2) <= tuning.SHARED_BYTES
+    assert depth % blocks.depth == 0
+
+
 def test_production_sizes_lower_for_an_h200_in_place():
     array = jax.ShapeDtypeStruct
     float32, bfloat16, int32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -248,6 +266,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
     refuse(lambda: residual_norm(**narrow, implementation=INTERPRETED), 'multiples of 128')
     arguments = rotate_cases.CASES[0].arguments()
     refuse(lambda: rotate_and_write(**arguments | {'parts_SBF': arguments['parts_SBF'][..., :512]}), 'parts_SBF')
+    refuse(lambda: rotate_and_write(**arguments | {'parts_SBF': arguments['parts_SBF'][:, :2]}), 'parts_SBF has 2 rows')
     refuse(lambda: rotate_and_write(**arguments | {'write_B': arguments['position_B']}), 'write_B must be bool')
     refuse(lambda: rotate_and_write(**arguments | {'norms': (arguments['cos_BR'][0],) * 2}), r'norms\[0\]')
 

@@ -19,7 +19,7 @@ WITH_KERNELS = [case for case in CASES if case.head_dim in HEAD_DIMS]
 # The interpreter wants to see every barrier waited for to its end: no more tiles than stages.
 INTERPRETED = (
     Case('two_tiles', 2, 2, 64, 16, 20, 8, 1, 2, (320, 141, 16), (5, 3, 1), 'float32', False),
-    Case('two_tiles_ties', 1, 5, 128, 16, 12, 7, 1, 1, (192, 100), (4, 5), 'bfloat16', True),
+    Case('two_tiles_ties', 1, 5, 128, 16, 12, 10, 1, 1, (192, 100), (8, 5), 'bfloat16', True),
 )
 STATIC = ('max_pages', 'reserved_first', 'reserved_last', 'landmarks_at_rest', 'implementation')
 jitted = jax.jit(select_decode, static_argnames=STATIC)

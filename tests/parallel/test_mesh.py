@@ -6,6 +6,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from sparrow_jax import console
 from sparrow_jax.config import ConfigError, ParallelConfig
 from sparrow_jax.parallel.mesh import (
     AXES,
@@ -44,8 +45,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         make_mesh(ParallelConfig(*sizes))
 
 
-def test_axes_that_share_one_of_the_torus_are_placed_all_the_same(capsys):
+def test_axes_that_share_one_of_the_torus_are_placed_all_the_same(capsys, monkeypatch):
     """Two axes of 8 on 4 x 4 x 4 chips: the case of the 32B model in docs/pods.md."""
+    monkeypatch.setattr(console, '_told', set())
     devices = slice_devices(parse_slice('v5p:4x4x4'))
     mesh = make_mesh(ParallelConfig(1, 8, 8), devices)
     assert dict(mesh.shape) == {'data': 1, 'fsdp': 8, 'tensor': 8}
