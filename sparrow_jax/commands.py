@@ -296,7 +296,9 @@ def _wrong_type(config: ConfigDict, message: str) -> str:
 
 def _config_files(folder: Path) -> str:
     files = sorted(
-        file.name for file in folder.glob('*.py') if not file.name.startswith('_') and file.name != 'base.py'
+        file.name
+        for file in folder.glob('*.py')
+        if file.name != 'base.py' and 'def get_config' in file.read_text(encoding='utf-8', errors='ignore')
     )
     return f' ({folder}/ has {", ".join(files)})' if files else ''
 

@@ -17,6 +17,7 @@ import numpy as np
 from sparrow_jax.bench_setup import dense_schedule
 from sparrow_jax.chips import Chip
 from sparrow_jax.config import ConfigError, RunConfig
+from sparrow_jax.console import notice_once
 from sparrow_jax.json_files import read_object
 from sparrow_jax.models.shape import DecoderShape
 from sparrow_jax.sparsity.calibration import smallest_budgets
@@ -85,6 +86,7 @@ def candidates(run: RunConfig, shape: DecoderShape, calibration: str, target: fl
     name = f'the configuration ({own.kind})'
     found = [Candidate('dense', dense_schedule(own), True), Candidate(name, own, holds)]
     if calibration:
+        _check_same_model(calibration, run)
         return found + calibrated(calibration, target)
     if not run.schedule.model:
         return found
@@ -95,6 +97,24 @@ def candidates(run: RunConfig, shape: DecoderShape, calibration: str, target: fl
         if schedule != own:
             found.append(Candidate(f'published, p05 {published:g} (top-20)', schedule, published >= target))
     return found
+
+
+def _check_same_model(file: str, run: RunConfig) -> None:
+    """Raises ConfigError where a calibration is of another checkpoint; says if it ends below the longest response."""
+    content = read_object(Path(file), f'--calibration={file}')
+    here = run.model.path or 'random weights'
+    if (measured := content.get('settings', {}).get('model', here)) != here:
+        raise ConfigError(
+            f'--calibration={file}: is of {measured}, the plan of {here}; give one of this model, or set '
+            f'--config.model.path={measured}'
+        )
+    longest = run.rollout.max_prompt_tokens + run.rollout.max_response_tokens
+    ends = [len(one['budget_pages']) * one['bin_width_tokens'] for one in content.get('schedules', {}).values()]
+    if ends and min(ends) < longest:
+        notice_once(
+            f'--calibration={file}: measured up to {min(ends):,} cached tokens; beyond, up to {longest:,}, its last '
+            'budget is taken'
+        )
 
 
 def calibrated(file: str, target: float) -> list[Candidate]:

@@ -228,7 +228,7 @@ def _check_same_run(folder: Path, run: RunConfig, may_change: Sequence[str]) -> 
             f'--workdir={folder}: belongs to another configuration; give another --workdir, or undo these changes (a '
             'run goes on with the overrides that it began with; defaults may have changed since):\n  '
             + '\n  '.join(lines)
-            + f'\nas by {" ".join(map(_flag_of, lines))}'
+            + f'\nthese flags undo them: {" ".join(map(_flag_of, lines))}'
         )
     return True
 

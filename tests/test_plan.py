@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_run import ROOT, exit_code
 
-from sparrow_jax import chips, commands, memory, plan, plan_rollout
+from sparrow_jax import chips, commands, console, memory, plan, plan_rollout
 from sparrow_jax.bench_setup import make_setup
 from sparrow_jax.config import resolve
 from sparrow_jax.rollout.engine import Engine, Probing
@@ -239,7 +239,7 @@ def calibration(target, chosen):
         for page, budgets in chosen
     }
     return {
-        'settings': {},
+        'settings': {'model': 'weights/Qwen3-1.7B'},
         'facts': {'target_p05': target},
         'points': points,
         'chosen': [
@@ -267,6 +267,20 @@ def test_a_calibration_gives_its_schedules_and_those_of_another_target(tmp_path)
     # No budget of 32-token pages reaches 0.85: every page is read.
     budgets = [c.schedule.budget_pages for c in plan_rollout.candidates(run, shape, str(file), 0.85)[2:]]
     assert budgets == [(32,), (EVERY_PAGE,)]
+
+
+def test_a_calibration_of_another_model_is_refused_and_a_short_one_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(console, '_told', set())
+    file = tmp_path / 'calibration.json'
+    file.write_text(json.dumps(calibration(0.86, [(16, [32, 40])])))
+    assert call(QWEN, f'--calibration={file}') == 0
+    assert 'measured up to 4,000 cached tokens; beyond, up to 39,936, its last budget' in ' '.join(
+        ''.join(capsys.readouterr()).split()
+    )
+    other = calibration(0.86, [(16, [32, 40])]) | {'settings': {'model': 'weights/other'}}
+    file.write_text(json.dumps(other))
+    assert call(QWEN, f'--calibration={file}') == 2
+    assert 'is of weights/other, the plan of weights/Qwen3-1.7B; give one of this model' in capsys.readouterr().err
 
 
 def test_the_best_schedule_may_be_none_at_all():

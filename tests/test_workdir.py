@@ -108,7 +108,9 @@ def test_fields_that_came_after_a_run_are_filled_in_and_said(tmp_path, capsys, m
     with Workdir.open(str(tmp_path), run, 'train') as workdir:
         assert workdir.resumed
     assert 'rollout.halvings=0' in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r'rollout.halvings: 0 -> 4\nas by --config.rollout.halvings=0$'):
+    with pytest.raises(
+        ConfigError, match=r'rollout.halvings: 0 -> 4\nthese flags undo them: --config.rollout.halvings=0$'
+    ):
         Workdir.open(str(tmp_path), make_run(), 'train')
 
 

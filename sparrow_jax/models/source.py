@@ -62,6 +62,8 @@ def locate(path: str | os.PathLike[str], needs: str = '') -> Path:
     folder = _in_hub_cache(name) if _may_be_repository(name) else None
     if folder is None:
         hint = f'; for a repository of that name, run `hf download {name}` (looked in {constants.HF_HUB_CACHE})'
+        if name.startswith('weights/'):  # the place that a configuration names, and no repository
+            hint = '; --config.model.path=OWNER/NAME takes a repository that `hf download OWNER/NAME` has fetched'
         raise ConfigError(f'{name}: no such checkpoint; give {_KINDS}{hint if _may_be_repository(name) else ""}')
     missing = _missing(folder, needs)
     if missing:

@@ -31,7 +31,7 @@ def axis_sizes(config: ParallelConfig, devices: int) -> dict[str, int]:
         sizes[sizes.index(-1)] = devices // known
     if int(np.prod(sizes)) != devices:
         axes = ', '.join(f'parallel.{axis}={size}' for axis, size in zip(AXES, sizes, strict=True))
-        raise ConfigError(f'{axes}: must multiply to the {devices} devices here')
+        raise ConfigError(f'{axes}: must multiply to the {devices} device{"s" if devices > 1 else ""} here')
     return dict(zip(AXES, sizes, strict=True))
 
 

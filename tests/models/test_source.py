@@ -88,7 +88,16 @@ def test_a_folder_of_that_name_comes_first(hub, tmp_path, monkeypatch):
     assert locate('some/tiny') == pathlib.Path('some/tiny')
 
 
-@pytest.mark.parametrize('name', ['Some/Absent', 'weights/Qwen3-1.7B'])
+def test_the_place_that_a_configuration_names_is_no_repository(hub):
+    hub('Some/Other', ['config.json'])
+    said = (
+        r'weights/Qwen3-1.7B: no such checkpoint; .*--config.model.path=OWNER/NAME takes a repository that `hf download'
+    )
+    with pytest.raises(ConfigError, match=said):
+        read_shape('weights/Qwen3-1.7B')
+
+
+@pytest.mark.parametrize('name', ['Some/Absent'])
 def test_what_is_not_in_the_cache_says_how_to_download_it(hub, name):
     hub('Some/Other', ['config.json'])
     with pytest.raises(ConfigError, match=rf'{name}: no such checkpoint; .*run `hf download {name}` \(looked in .*hub'):
