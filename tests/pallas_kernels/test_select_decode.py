@@ -72,7 +72,7 @@ def test_one_kernel_takes_all_but_wide_heads_in_float32():
     assert all((case.dtype, case.head_dim) == ('float32', 128) for case in left)
 
 
-@over(INTERPRETED, {'two_tiles_ties'})
+@over(INTERPRETED, {'two_tiles'})
 def test_interpreted_kernel_attends_to_the_pages_that_it_chose(case):
     assert_same_attention(case, Implementation.MOSAIC_GPU_INTERPRETED)
 
