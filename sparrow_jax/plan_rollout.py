@@ -86,8 +86,7 @@ def candidates(run: RunConfig, shape: DecoderShape, calibration: str, target: fl
     name = f'the configuration ({own.kind})'
     found = [Candidate('dense', dense_schedule(own), True), Candidate(name, own, holds)]
     if calibration:
-        _check_same_model(calibration, run)
-        return found + calibrated(calibration, target)
+        return found + calibrated(calibration, target, run)
     if not run.schedule.model:
         return found
     for published in published_targets(run.schedule.model):
@@ -99,25 +98,23 @@ def candidates(run: RunConfig, shape: DecoderShape, calibration: str, target: fl
     return found
 
 
-def _check_same_model(file: str, run: RunConfig) -> None:
+def _check_same_model(name: str, content: Mapping[str, Any], run: RunConfig) -> None:
     """Raises ConfigError where a calibration is of another checkpoint; says if it ends below the longest response."""
-    content = read_object(Path(file), f'--calibration={file}')
     here = run.model.path or 'random weights'
-    if (measured := content.get('settings', {}).get('model', here)) != here:
+    if (measured := content['settings'].get('model', here)) != here:
         raise ConfigError(
-            f'--calibration={file}: is of {measured}, the plan of {here}; give one of this model, or set '
+            f'{name}: is of {measured}, the plan of {here}; give one of this model, or set '
             f'--config.model.path={measured}'
         )
     longest = run.rollout.max_prompt_tokens + run.rollout.max_response_tokens
-    ends = [len(one['budget_pages']) * one['bin_width_tokens'] for one in content.get('schedules', {}).values()]
+    ends = [len(one['budget_pages']) * one['bin_width_tokens'] for one in content['schedules'].values()]
     if ends and min(ends) < longest:
         notice_once(
-            f'--calibration={file}: measured up to {min(ends):,} cached tokens; beyond, up to {longest:,}, its last '
-            'budget is taken'
+            f'{name}: measured up to {min(ends):,} cached tokens; beyond, up to {longest:,}, its last budget is taken'
         )
 
 
-def calibrated(file: str, target: float) -> list[Candidate]:
+def calibrated(file: str, target: float, run: RunConfig) -> list[Candidate]:
     """A schedule for each policy and page size of a calibration.
 
     At the target that the calibration was made for these are the ones that it measured as a whole; at another one, the
@@ -127,6 +124,7 @@ def calibrated(file: str, target: float) -> list[Candidate]:
     content = read_object(Path(file), name)
     if not all(field in content for field in ('settings', 'facts', 'points', 'chosen', 'schedules')):
         raise ConfigError(f'{name}: is no finished calibration; give the calibration.json of sparrow_jax.calibrate')
+    _check_same_model(name, content, run)
     found = []
     for chosen in content['chosen']:
         fields = content['schedules'][chosen['file']]

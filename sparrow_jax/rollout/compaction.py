@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.skinny_matmul import ROW_MULTIPLE
 from sparrow_jax.rollout.cache import PROBE_FIELDS, Slots
-
-ROWS = 8  # that kernels multiply together at least
 
 
 def widths(slots: int, halvings: int, probes: int) -> tuple[int, ...]:
@@ -23,7 +22,7 @@ def widths(slots: int, halvings: int, probes: int) -> tuple[int, ...]:
     """
     found = [slots]
     for _ in range(halvings):
-        unit = ROWS if found[-1] > ROWS else 1
+        unit = ROW_MULTIPLE if found[-1] > ROW_MULTIPLE else 1
         half = -(-found[-1] // (2 * unit)) * unit
         if half == found[-1] or half <= probes:
             break
